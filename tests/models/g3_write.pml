@@ -256,7 +256,7 @@ next:
     :: BUG != PUBLISHED_BEFORE_SYNCED
     fi
   }
-  atomic {                                              /* fdatasync */
+  atomic {                                              /* fdatasync, shared or not, begun after the write */
     if
     :: !GOES_ON(me) -> goto next
     :: GOES_ON(me) ->

@@ -1,4 +1,5 @@
-"""A G3 store of many small blocks: how long it takes to open, its index, and its puts beside `kvtier g3 verify`.
+"""A G3 store of many small blocks: how long it takes to open, its index, its puts beside `kvtier g3 verify`, and its
+transactions while every block is replaced by another.
 
 All blocks are zeros, and so are the slab files: the entries are made without puts, which would take minutes. Keys are
 digests, so that they come into the index in no order, as those of a model's blocks do.
@@ -43,6 +44,7 @@ LONE_PUTS, PUTS_AT_ONCE, ROUNDS_AT_ONCE = 512, 32, 32
 TARGETS = {
     "open_s": 0.05, "beside_verify_over_alone": 0.8, "index_bytes_per_block": 650,
     "index_bytes_written_per_lone_put": 70e3, "index_bytes_written_per_put_of_32": 25e3,
+    "turnover": {"index_bytes_per_block": 650, "transaction_cpu_ms_p99": 20},
 }  # fmt: skip
 _ENTRIES_PER_COMMIT = 20_000
 _IO = Path("/proc/self/io")
@@ -64,7 +66,9 @@ def measure_filled(folder: Path, blocks: int) -> dict[str, Any]:
     """Of the store that `fill` made: seconds from a closed store to an open one, and on to the first block from it;
     bytes of the index in used pages per block, and bytes written to it per put, of one put at a time and of
     PUTS_AT_ONCE; puts per second alone, and while another process verifies the store: its index first, then its blocks
-    at VERIFY_BYTES_PER_S. Blocks for a minute or two."""
+    at VERIFY_BYTES_PER_S; at last, while all blocks are replaced, puts per second, milliseconds of the clock and of the
+    processor per transaction, bytes written to the index per put, and the index's bytes per block when it is over.
+    Blocks for minutes."""
     return asyncio.run(_measure(folder / "large", blocks))
 
 
@@ -91,7 +95,9 @@ async def _measure(path: Path, blocks: int) -> dict[str, Any]:
     before = await puts.rate(ALONE_S)
     beside_index, beside_blocks, verified = await _beside_verify(path, puts)
     after = await puts.rate(ALONE_S)
+    turnover = await _turnover(path, puts, held)
     await tier.close(clock.monotonic() + DEADLINE_S)
+    turnover["index_bytes_per_block"] = _index_bytes(path) / held
     return {
         "blocks": held,
         "open_s": opened - began,
@@ -107,6 +113,7 @@ async def _measure(path: Path, blocks: int) -> dict[str, Any]:
         "beside_verify_of_index_over_alone": 2 * beside_index / (before + after),
         "beside_verify_over_alone": 2 * beside_blocks / (before + after),
         "blocks_verified": verified,
+        "turnover": turnover,
         "targets": TARGETS,
     }
 
@@ -158,8 +165,12 @@ class _Puts:
         """Blocks per second, of so many seconds."""
         began, stored = time.perf_counter(), 0
         while time.perf_counter() < began + seconds:
-            stored += sum(await asyncio.gather(*(self._batch() for _ in range(IN_FLIGHT))))
+            stored += await self.round()
         return stored / (time.perf_counter() - began)
+
+    async def round(self) -> int:
+        """A batch for each of those in flight. Returns how many blocks that were."""
+        return sum(await asyncio.gather(*(self._batch() for _ in range(IN_FLIGHT))))
 
     async def index_bytes(self, rounds: int, at_once: int) -> float:
         """Bytes written to the index per put of one block, `at_once` of them in each round."""
@@ -176,6 +187,56 @@ class _Puts:
         results = await self._tier.write(sealed, self._clock.monotonic() + DEADLINE_S)
         assert set(results) == {Stored.STORED}, set(results)
         return len(results)
+
+
+class _TimedTransactions:
+    """While inside, the milliseconds of every transaction of the open store: by the clock, and of the processor."""
+
+    def __init__(self, path: Path) -> None:
+        self._store = Store.visit([path])
+        self.wall_ms, self.cpu_ms = list[float](), list[float]()
+
+    def __enter__(self) -> _TimedTransactions:
+        index = self._store.index
+        transact = index.transact
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            wall_s, cpu_s = time.perf_counter(), time.thread_time()
+            try:
+                return transact(*arguments, **options)
+            finally:
+                self.wall_ms.append(1000 * (time.perf_counter() - wall_s))
+                self.cpu_ms.append(1000 * (time.thread_time() - cpu_s))
+
+        index.transact = timed  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._store.index.transact
+        self._store.release(DEADLINE_S)
+
+
+async def _turnover(path: Path, puts: _Puts, blocks: int) -> dict[str, Any]:
+    """Put as many new blocks as the store holds."""
+    rounds = -(-blocks // (BATCH_BLOCKS * IN_FLIGHT))
+    with _TimedTransactions(path) as timed:
+        began, before = time.perf_counter(), _bytes_written()
+        for _ in range(rounds):
+            await puts.round()
+        seconds, written = time.perf_counter() - began, _bytes_written() - before
+    stored = rounds * BATCH_BLOCKS * IN_FLIGHT
+    return {
+        "blocks": stored,
+        "puts_per_s": stored / seconds,
+        "transactions": len(timed.cpu_ms),
+        "transaction_ms": _quantiles(timed.wall_ms),
+        "transaction_cpu_ms": _quantiles(timed.cpu_ms),
+        "index_bytes_written_per_put": written / stored - BLOCK_BYTES,
+    }
+
+
+def _quantiles(values: Sequence[float]) -> dict[str, float]:
+    return {name: float(np.quantile(values, q)) for name, q in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))}
 
 
 def _index_bytes(path: Path) -> int:

@@ -38,6 +38,7 @@ from kvtier.tiers.disk.records import SLOT_ALIGN, SlotReservation, slot_class
 from kvtier.tiers.disk.removals import Removals
 from kvtier.tiers.disk.reserved_slots import ReservedSlots
 from kvtier.tiers.disk.room_maker import RoomMaker
+from kvtier.tiers.disk.shared_sync import SharedSyncs
 from kvtier.tiers.disk.slab import Calls, Slab, SystemCalls
 from kvtier.tiers.disk.slot_health import REST_S, TRIES, DeviceFault, SlotHealth, probe
 from kvtier.tiers.disk.touches import Touches
@@ -81,6 +82,7 @@ class Store:
         self.services: list[Service] = []  # out while a thread keeps failing; called on that thread
         self.io = IOScheduler(THREADS, WRITERS_MAX, "kvtier-g3-io", partial(self._failed, "g3 io"))
         self.slab = Slab(self.parts, lambda segment: self.geometry.size_of(segment), calls)
+        self.syncs = SharedSyncs(self)
         self.users, self.closing = 0, False
         self.evictions = 0  # blocks that this process's writes pushed out
         self.subscribers: list[Callable[[Sequence[bytes]], None]] = []  # take their names, on the writer thread
@@ -88,10 +90,8 @@ class Store:
         self.reserved = ReservedSlots()
         self.tick = 0  # of the last transaction
         self._state = Quarantine(index, self.parts[0])
-        self._slot_bytes = slot_bytes
-        self._maintained = maintained
-        self._calls = calls
-        self._wall = wall
+        self._slot_bytes, self._maintained = slot_bytes, maintained
+        self._calls, self._wall = calls, wall
         self._daily = DailyBound()
         self._wanted_bytes = 0  # a larger capacity
         self._preallocator = Preallocator(self.parts, lambda segment: self.geometry.size_of(segment), calls)

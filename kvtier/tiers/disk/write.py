@@ -1,4 +1,4 @@
-"""Blocks on their way from RAM into their slots: reserved, written, synced, published.
+"""Blocks on their way from RAM into their slots: reserved, written, synced (`shared_sync`), published.
 
 The transaction that publishes a write also reserves slots for the next ones, as many as were on their way together of
 late, so that each write commits once, not twice: a commit costs as much of the index as a small block. Small blocks are
@@ -7,9 +7,10 @@ reserved for in batches, since the blocks that leave for them change pages all o
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -86,10 +87,11 @@ class WriteBatch:
         with self._store.reserved.writing(count if self._streams(count) else 0):
             try:
                 await self._reserve(deadline)
-                places = list(self._reserved)
+                places, failures = list(self._reserved), self._store.syncs.failures
                 for _ in range(SLOTS_PER_BLOCK_MAX):
                     await self._store.io.write(self.jobs(places, deadline)).wait()
                     places = await self._replace_bad(deadline)
+                await self._sync(failures)
                 await self._publish(deadline)
             finally:
                 self._store.give_back(list(self._reserved.values()))
@@ -239,30 +241,21 @@ class WriteBatch:
     # Writing.
 
     def jobs(self, places: Sequence[int], deadline: Mono) -> list[Work]:
-        """One job per run of neighbouring slots, for I/O threads; the one that finishes a segment syncs it. A job that
-        has not begun by the deadline fails its blocks."""
+        """One job per run of neighbouring slots, for I/O threads. A job that has not begun by the deadline fails its
+        blocks."""
         for place in places:
             self._results.pop(place, None)
-        runs = list(neighbours(places, self._place_of, self._block_bytes))
-        self._left = Counter(self._reserved[run[0]].segment for run in runs)
-        return [partial(self._write, run, deadline) for run in runs]
+        return [partial(self._write, run, deadline) for run in neighbours(places, self._place_of, self._block_bytes)]
 
     def _place_of(self, place: int) -> tuple[int, int]:
         return self._reserved[place].segment, self._reserved[place].slot
 
     def _write(self, run: Sequence[int], deadline: Mono) -> None:
-        segment = self._reserved[run[0]].segment
         try:
             self._write_run(run, deadline)
         except Exception:
             self._fail(run, Stored.FAILED)
             raise
-        finally:
-            with self._lock:
-                self._left[segment] -= 1
-                last = self._left[segment] == 0
-            if last:
-                self._sync(segment)
 
     def _write_run(self, run: Sequence[int], deadline: Mono) -> None:
         if self._clock.monotonic() > deadline:
@@ -311,23 +304,18 @@ class WriteBatch:
                 with self._lock:
                     self._bad.append(place)
 
-    def _sync(self, segment: int) -> None:
-        written = [
-            place for place, slot in self._reserved.items() if slot.segment == segment and place not in self._results
-        ]
-        if not written:
-            return
-        try:
-            self._store.slab.sync(segment)
-        except Exception as error:
-            if not isinstance(error, OSError):
-                self._fail(written, Stored.FAILED)
-                raise
-            result = self._result_of(error, segment)
-            self._fail(written, result)
-            if result is Stored.FAILED:
-                # After a failed sync the next one proves nothing: the store is opened anew.
-                self._store.quarantine(f"fdatasync of segment {segment}: {error}")
+    async def _sync(self, failures: int) -> None:
+        """Make durable what was written. `failures`: of syncs, when the write began."""
+        syncs, written = self._store.syncs, defaultdict[int, list[int]](list)
+        for place, slot in self._reserved.items():
+            if place not in self._results:
+                written[slot.segment].append(place)
+        outcomes = await asyncio.gather(*(asyncio.wrap_future(syncs.request(segment)) for segment in written))
+        for (segment, places), outcome in zip(written.items(), outcomes, strict=True):
+            if isinstance(outcome, OSError):
+                self._fail(places, self._result_of(outcome, segment))
+            elif outcome is not None or syncs.failures != failures:
+                self._fail(places, Stored.FAILED)
 
     def _fail(self, places: Sequence[int], result: Stored) -> None:
         with self._lock:
