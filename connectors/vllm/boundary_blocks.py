@@ -21,7 +21,7 @@ Called on the engine's one scheduler thread; nothing here waits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,8 +42,9 @@ _SHORT_FRACTION = 16
 
 @dataclass(slots=True, eq=False)
 class Boundary:
-    """What the groups beside the full one need after `tokens` of a track, in the order of their names in `chain`.
-    `lost`: the engine has handed out one of the blocks."""
+    """What the groups beside the full one need after `tokens` of a track. `chain` are the names of the blocks once it
+    is ready: before, the engine may not know the last of the tokens yet, or put others in their place. `lost`: the
+    engine has handed out one of the blocks."""
 
     track: Track
     life: int
@@ -73,6 +74,17 @@ class _Tables:
     tail_of: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Left:
+    """Blocks of a request that is over, as it left them: depth, group, block and name of each. They are known to be
+    right as far as the request's last steps, up to `step`, are found to be."""
+
+    track: Track
+    life: int
+    step: int
+    names: list[tuple[int, int, int, object]]
+
+
 class BoundaryBlocks:
     """See the module. Owns the references that it took in the engine's pool."""
 
@@ -85,6 +97,7 @@ class BoundaryBlocks:
         self._requests: dict[str, _Tables] = {}
         self._pending: list[Boundary] = []
         self._holding: set[Boundary] = set()
+        self._left: list[_Left] = []
         self._known: dict[tuple[int, int], object] = {}  # by group and block: the name under which it is right
         self._watched: dict[int, list[Boundary]] = {}  # by block: those that are lost when it is handed out
         self._on_reuse = self._reused  # one object: it is compared
@@ -121,6 +134,13 @@ class BoundaryBlocks:
         known = self._requests.pop(name, None)
         if known is not None:
             self._release_tail(known)
+
+    def rename(self, track: Track) -> None:
+        """The engine took back tokens of the request, and goes on with others: blocks that were confirmed with them are
+        not any more."""
+        known = self._of(track)
+        if known is not None:
+            known.noted = min(known.noted, track.confirmed)
 
     def lose(self) -> None:
         """What the engine planned was not followed to its end: no table is known until the engine gives all of it."""
@@ -191,7 +211,7 @@ class BoundaryBlocks:
         """Hold a boundary. `tail`: blocks of it that are held already, and whose references it takes over."""
         track = known.track
         depth = tokens // self._size
-        if not track.storable or depth > min(len(track.chain), track.storable_blocks):
+        if not track.storable or depth > track.storable_blocks:
             return
         needed = [depths for _, depths in self._needed(tokens)]
         first = min((depths.start for depths in needed), default=depth)
@@ -209,13 +229,17 @@ class BoundaryBlocks:
             return
         self._pool.hold(block for block in blocks if block not in tail)
         self.count += len(blocks) - len(tail)
-        _, _, block_terms = next(iter(track.chain.terms.spans(depth - 1, depth)))
-        keys = boundary_keys(track.chain[depth - 1], [len(depths) for depths in needed])
-        chain = Chain(keys, uniform(block_terms.terms))
         places = [place for place, depths in enumerate(needed) for _ in depths]
-        self._pending.append(Boundary(track, track.life, tokens, chain, blocks, places, step))
+        nameless = Chain((), track.chain.terms)
+        self._pending.append(Boundary(track, track.life, tokens, nameless, blocks, places, step))
         self._holding.add(self._pending[-1])
         known.taken = max(known.taken, tokens)
+
+    def _names(self, track: Track, tokens: int) -> Chain:
+        """The names of a boundary's blocks, with the terms of the full group's last one."""
+        depth = tokens // self._size
+        _, _, block_terms = next(iter(track.chain.terms.spans(depth - 1, depth)))
+        return Chain(boundary_keys(track.chain[depth - 1], self._groups.counts(tokens)), uniform(block_terms.terms))
 
     def _hold_tail(self, known: _Tables, tokens: int) -> None:
         """Hold those blocks of a boundary that the engine takes back before the next one: where the request ends before
@@ -251,6 +275,8 @@ class BoundaryBlocks:
             self._hold(known, tokens, step, tail)
             if self._pending and tail and self._pending[-1].track is track and self._pending[-1].tokens == tokens:
                 known.tail = []  # the boundary's now
+        if names := list(self._named(known, computed // self._size)):
+            self._left.append(_Left(track, track.life, step, names))
         self.drop(track.name)
 
     def _still(self, known: _Tables, tokens: int, tables: Sequence[Sequence[int]]) -> bool:
@@ -269,10 +295,12 @@ class BoundaryBlocks:
         for known in self._requests.values():
             if known.life == known.track.life and known.track.confirmed > known.noted:
                 self._note(known)
+        self._note_left(step)
         waiting = []
         for boundary in self._pending:
             track = boundary.track
-            if track.life == boundary.life and track.trusted >= boundary.tokens:
+            if track.life == boundary.life and track.trusted >= boundary.tokens <= len(track.chain) * self._size:
+                boundary.chain = self._names(track, boundary.tokens)
                 self.ready.append(boundary)
             elif boundary.step <= step or track.life != boundary.life:
                 self.given_up += len(boundary.blocks)
@@ -283,15 +311,27 @@ class BoundaryBlocks:
 
     def _note(self, known: _Tables) -> None:
         """Blocks of the request were confirmed: those of the other groups at these depths are right, too."""
-        track = known.track
+        for _, group, block, name in self._named(known, known.track.confirmed):
+            self._known[group, block] = name
+        known.noted = known.track.confirmed
+
+    def _note_left(self, step: int) -> None:
+        """The same of requests that are over. Their blocks may have been handed out: under other names."""
+        for left in self._left:
+            confirmed = left.track.confirmed if left.track.life == left.life else 0
+            self._known.update({(group, block): name for depth, group, block, name in left.names if depth < confirmed})
+        self._left = [left for left in self._left if left.step > step]
+
+    def _named(self, known: _Tables, stop: int) -> Iterator[tuple[int, int, int, object]]:
+        """Depth, group, block and name of the request's blocks up to depth `stop` that were not noted yet."""
+        chain = known.track.chain
         for place, one in enumerate(self._groups.beside):
             table = known.tables[place]
-            for depth in range(known.noted, min(track.confirmed, len(table))):
+            for depth in range(known.noted, min(stop, len(table), len(chain))):
                 block = table[depth]
-                name = self._pool.named(block, track.chain[depth], one.number) if block else None
+                name = self._pool.named(block, chain[depth], one.number) if block else None
                 if name is not None:
-                    self._known[one.number, block] = name
-        known.noted = track.confirmed
+                    yield depth, one.number, block, name
 
     def watch(self, boundary: Boundary) -> None:
         """The engine may have the blocks where it needs them, and the boundary is lost then."""
@@ -342,7 +382,7 @@ class BoundaryBlocks:
         """Nothing that was computed until now counts."""
         for boundary in (*self._pending, *self.ready):
             self.give_back(boundary)
-        self._pending, self.ready = [], []
+        self._pending, self.ready, self._left = [], [], []
         self._known.clear()
         self.lose()
 

@@ -73,7 +73,7 @@ class HybridHalf(SchedulerHalf):
         chain = state.track.chain
         super()._grow(state)
         if state.track.chain is not chain and self._held is not None:
-            self._held.drop(state.track.name)
+            self._held.rename(state.track)
 
     def _keys(self, chain: Sequence[BlockKey], depth: int) -> list[BlockKey]:
         """Names of the other groups' blocks at a boundary."""
