@@ -21,9 +21,7 @@ from tests.connectors.vllm.support.modelless import Modelless
 from tests.connectors.vllm.test_hybrid_steps import SIZE, prompt, warm
 
 Make = Callable[..., Modelless]
-KINDS = pytest.mark.parametrize(
-    ("states", "windows"), [([2], ()), ([], ((12, 2),))], ids=["states", "windows"]
-)
+KINDS = pytest.mark.parametrize(("states", "windows"), [([2], ()), ([], ((12, 2),))], ids=["states", "windows"])
 
 
 @pytest.fixture
