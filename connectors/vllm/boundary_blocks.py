@@ -68,10 +68,10 @@ class _Tables:
     proved: bool = True  # what lies before `begin` is right
     noted: int = 0  # leading blocks that are known, or were not to be
     wanted: set[int] = field(default_factory=set)
-    taken: int = 0  # the last boundary that was held
-    ended: int = 0  # the last boundary at which a step ended
-    tail: list[int] = field(default_factory=list)  # held: of the boundary `tail_of`, and taken back before the next
-    tail_of: int = 0
+    taken: list[int] = field(default_factory=list)  # boundaries that were held
+    ended: tuple[int, int] = (0, 0)  # the last two boundaries at which a step ended
+    crossed: int = 0  # the last boundary that a step was planned to cross
+    tails: dict[int, list[int]] = field(default_factory=dict)  # held, by boundary: see `_hold_tail`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,7 +133,7 @@ class BoundaryBlocks:
         """The engine took the request's blocks, or it is over."""
         known = self._requests.pop(name, None)
         if known is not None:
-            self._release_tail(known)
+            self._release_tails(known)
 
     def rename(self, track: Track) -> None:
         """The engine took back tokens of the request, and goes on with others: blocks that were confirmed with them are
@@ -166,23 +166,24 @@ class BoundaryBlocks:
             return
         prompt, last = track.request.num_prompt_tokens, end // self._size * self._size
         if last == end:
-            known.ended = end
+            known.ended = known.ended[1], end
         wanted = {(prompt - 1) // self._size * self._size, *known.wanted}
         far = _FAR * self._size * sum(self._groups.counts(last))
-        if last - max(known.taken, known.begin) >= far:
+        if last - max([known.begin, *known.taken[-1:]]) >= far:
             wanted.add(last)
         for tokens in sorted(
             boundary for boundary in wanted if begin < boundary <= end and self._whole(known, boundary)
         ):
             self._hold(known, tokens, step, ())
             known.wanted.discard(tokens)
-        self._release_tail(known)
+        self._release_tails(known, known.crossed)
+        known.crossed = last
         if last >= prompt and self._whole(known, last) and not self._short():
             self._hold_tail(known, last)
 
     def _whole(self, known: _Tables, tokens: int) -> bool:
         """Whether the last step that reached the boundary left all that it needs: states, only where it ended."""
-        return not self._groups.states or known.ended == tokens
+        return not self._groups.states or tokens in known.ended
 
     def _begin(self, known: _Tables, begin: int) -> None:
         """The request goes on after `begin` tokens, which were found in the pool, or loaded."""
@@ -207,14 +208,14 @@ class BoundaryBlocks:
         numbers = (one.number for one in self._groups.beside)
         return zip(numbers, self._groups.needed(tokens), strict=True)
 
-    def _hold(self, known: _Tables, tokens: int, step: int, tail: Collection[int]) -> None:
-        """Hold a boundary. `tail`: blocks of it that are held already, and whose references it takes over."""
+    def _hold(self, known: _Tables, tokens: int, step: int, tail: Collection[int]) -> bool:
+        """Hold a boundary, if it can be. `tail`: blocks of it that are held already, and whose references it takes
+        over."""
         track = known.track
-        depth = tokens // self._size
-        if not track.storable or depth > track.storable_blocks:
-            return
+        if not self._storable(track, tokens):
+            return False
         needed = [depths for _, depths in self._needed(tokens)]
-        first = min((depths.start for depths in needed), default=depth)
+        first = min((depths.start for depths in needed), default=tokens // self._size)
         blocks = [
             block
             for table, depths in zip(known.tables, needed, strict=True)
@@ -226,14 +227,18 @@ class BoundaryBlocks:
         room = self.count + len(blocks) <= self._pool.blocks // _HELD_FRACTION and not self._short()
         if not (complete and proved and room and blocks):
             self.given_up += len(blocks)
-            return
+            return False
         self._pool.hold(block for block in blocks if block not in tail)
         self.count += len(blocks) - len(tail)
         places = [place for place, depths in enumerate(needed) for _ in depths]
         nameless = Chain((), track.chain.terms)
         self._pending.append(Boundary(track, track.life, tokens, nameless, blocks, places, step))
         self._holding.add(self._pending[-1])
-        known.taken = max(known.taken, tokens)
+        known.taken.append(tokens)
+        return True
+
+    def _storable(self, track: Track, tokens: int) -> bool:
+        return track.storable and tokens // self._size <= track.storable_blocks
 
     def _names(self, track: Track, tokens: int) -> Chain:
         """The names of a boundary's blocks, with the terms of the full group's last one."""
@@ -243,7 +248,10 @@ class BoundaryBlocks:
 
     def _hold_tail(self, known: _Tables, tokens: int) -> None:
         """Hold those blocks of a boundary that the engine takes back before the next one: where the request ends before
-        that, they complete it."""
+        that, they complete it. A step that is planned ahead crosses the next one before the request is known to have
+        ended, so they are given back when the tokens of that one are trusted."""
+        if not self._storable(known.track, tokens):
+            return
         tail: list[int] = []
         later = self._groups.needed(tokens + self._size - 1)
         for table, depths, kept in zip(known.tables, self._groups.needed(tokens), later, strict=True):
@@ -252,13 +260,14 @@ class BoundaryBlocks:
             return
         self._pool.hold(tail)
         self.count += len(tail)
-        known.tail, known.tail_of = tail, tokens
+        known.tails[tokens] = tail
 
-    def _release_tail(self, known: _Tables) -> None:
-        if known.tail:
-            self._pool.give_back(known.tail)
-            self.count -= len(known.tail)
-        known.tail, known.tail_of = [], 0
+    def _release_tails(self, known: _Tables, below: int = 1 << 62) -> None:
+        """Give back the tails of boundaries before the one after `below` tokens."""
+        for tokens in [tokens for tokens in known.tails if tokens < below]:
+            tail = known.tails.pop(tokens)
+            self._pool.give_back(tail)
+            self.count -= len(tail)
 
     def _short(self) -> bool:
         return self._pool.free() * _SHORT_FRACTION < self._pool.blocks
@@ -269,19 +278,17 @@ class BoundaryBlocks:
         if known is None:
             return
         tokens = computed // self._size * self._size
-        fresh = known.begin >= 0 and tokens > max(known.taken, known.begin) and self._whole(known, tokens)
-        if fresh and self._still(known, tokens, tables):
-            tail = known.tail if known.tail_of == tokens else []
-            self._hold(known, tokens, step, tail)
-            if self._pending and tail and self._pending[-1].track is track and self._pending[-1].tokens == tokens:
-                known.tail = []  # the boundary's now
+        fresh = tokens > known.begin >= 0 and tokens not in known.taken and self._whole(known, tokens)
+        tail = known.tails.get(tokens, ())
+        if fresh and self._still(known, tokens, tables) and self._hold(known, tokens, step, tail):
+            known.tails.pop(tokens, None)  # the boundary's now
         if names := list(self._named(known, computed // self._size)):
             self._left.append(_Left(track, track.life, step, names))
         self.drop(track.name)
 
     def _still(self, known: _Tables, tokens: int, tables: Sequence[Sequence[int]]) -> bool:
         """Whether all blocks of a boundary are the request's yet, or held."""
-        tail = set(known.tail) if known.tail_of == tokens else set()
+        tail = known.tails.get(tokens, ())
         return all(
             block in tail or (depth < len(now) and now[depth] == block)
             for table, now, (_, depths) in zip(known.tables, tables, self._needed(tokens), strict=True)
@@ -295,6 +302,8 @@ class BoundaryBlocks:
         for known in self._requests.values():
             if known.life == known.track.life and known.track.confirmed > known.noted:
                 self._note(known)
+            if known.tails and known.track.trusted >= known.crossed:
+                self._release_tails(known, known.crossed)
         self._note_left(step)
         waiting = []
         for boundary in self._pending:
@@ -374,7 +383,7 @@ class BoundaryBlocks:
     def watch_all(self) -> None:
         """The engine is about to reset its pool, which it cannot while blocks are held."""
         for known in self._requests.values():
-            self._release_tail(known)
+            self._release_tails(known)
         for boundary in list(self._holding):
             self.watch(boundary)
 
@@ -388,5 +397,5 @@ class BoundaryBlocks:
 
     def check(self) -> None:
         """Assert that what is held is what is owned."""
-        tails = sum(len(known.tail) for known in self._requests.values())
+        tails = sum(len(tail) for known in self._requests.values() for tail in known.tails.values())
         assert self.count == tails + sum(len(boundary.blocks) for boundary in self._holding), "the held are miscounted"
