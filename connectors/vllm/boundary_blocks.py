@@ -176,7 +176,7 @@ class BoundaryBlocks:
         ):
             self._hold(known, tokens, step, ())
             known.wanted.discard(tokens)
-        self._release_tails(known, known.crossed)
+        self._release_tails(known, known.crossed, last)
         known.crossed = last
         if last >= prompt and self._whole(known, last) and not self._short():
             self._hold_tail(known, last)
@@ -262,9 +262,9 @@ class BoundaryBlocks:
         self.count += len(tail)
         known.tails[tokens] = tail
 
-    def _release_tails(self, known: _Tables, below: int = 1 << 62) -> None:
-        """Give back the tails of boundaries before the one after `below` tokens."""
-        for tokens in [tokens for tokens in known.tails if tokens < below]:
+    def _release_tails(self, known: _Tables, below: int = 1 << 62, again: int = 0) -> None:
+        """Give back the tails of boundaries before the one after `below` tokens, and that of `again`."""
+        for tokens in [tokens for tokens in known.tails if tokens < below or tokens == again]:
             tail = known.tails.pop(tokens)
             self._pool.give_back(tail)
             self.count -= len(tail)
