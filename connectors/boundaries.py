@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from kvtier.connectors.promoted import Promoted
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
@@ -29,12 +30,13 @@ async def promote_boundary(
     first_at: Callable[[int], BlockKey | None],
     keys_at: Callable[[int], list[BlockKey]],
     deadline: Mono,
-    start: int,
+    promoted: Promoted,
 ) -> Lease:
-    """Promote the longest boundary beyond `start` that the tiers can serve: the chain up to there, and the blocks of
-    other groups (`keys_at` a depth, of which `first_at` is the first). Releases what it pinned; see
-    `requests.promote`."""
-    top = await manager.match(chain, deadline)
+    """Promote the longest boundary beyond the start of `promoted` that the tiers can serve: the chain up to there, and
+    the blocks of other groups (`keys_at` a depth, of which `first_at` is the first). Releases what it pinned; see
+    `requests.promote`. Notes in `promoted` how much of the chain was seen."""
+    start = promoted.start
+    promoted.matched = top = await manager.match(chain, deadline)
     depth = await stored_boundary(manager, first_at, keys_at, range(top, max(start, top - TRIED), -1), deadline)
     if depth is None:
         return await manager.promote(chain[:start], deadline, start)

@@ -10,14 +10,16 @@ from kvtier.tiers.protocol import Miss
 
 class Promoted:
     """Blocks `start` … of a request's chain, on their way into G2 or there. Only `wait` waits. `future` is None where
-    nothing had to be promoted: then nothing is under way, and all blocks are G2's."""
+    nothing had to be promoted: then nothing is under way, and all blocks are G2's. `matched` are leading blocks of the
+    chain that were seen in some tier, though not all of them may be promoted."""
 
-    __slots__ = ("future", "start")
+    __slots__ = ("future", "matched", "start")
 
     def __init__(self, future: Future[Lease] | None = None, start: int = 0) -> None:
         """`future` is the promotion, from `Cache.submit`; its lease belongs to this object until `abandon`."""
         self.future = future
         self.start = start
+        self.matched = 0
 
     @property
     def done(self) -> bool:

@@ -21,7 +21,7 @@ Called on the engine's one scheduler thread; nothing here waits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,8 +42,9 @@ _SHORT_FRACTION = 16
 
 @dataclass(slots=True, eq=False)
 class Boundary:
-    """What the groups beside the full one need after `tokens` of a track, in the order of their names in `chain`.
-    `lost`: the engine has handed out one of the blocks."""
+    """What the groups beside the full one need after `tokens` of a track. `chain` are the names of the blocks once it
+    is ready: before, the engine may not know the last of the tokens yet, or put others in their place. `lost`: the
+    engine has handed out one of the blocks."""
 
     track: Track
     life: int
@@ -67,10 +68,21 @@ class _Tables:
     proved: bool = True  # what lies before `begin` is right
     noted: int = 0  # leading blocks that are known, or were not to be
     wanted: set[int] = field(default_factory=set)
-    taken: int = 0  # the last boundary that was held
-    ended: int = 0  # the last boundary at which a step ended
-    tail: list[int] = field(default_factory=list)  # held: of the boundary `tail_of`, and taken back before the next
-    tail_of: int = 0
+    taken: list[int] = field(default_factory=list)  # boundaries that were held
+    ended: tuple[int, int] = (0, 0)  # the last two boundaries at which a step ended
+    crossed: int = 0  # the last boundary that a step was planned to cross
+    tails: dict[int, list[int]] = field(default_factory=dict)  # held, by boundary: see `_hold_tail`
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Left:
+    """Blocks of a request that is over, as it left them: depth, group, block and name of each. They are known to be
+    right as far as the request's last steps, up to `step`, are found to be."""
+
+    track: Track
+    life: int
+    step: int
+    names: list[tuple[int, int, int, object]]
 
 
 class BoundaryBlocks:
@@ -85,6 +97,7 @@ class BoundaryBlocks:
         self._requests: dict[str, _Tables] = {}
         self._pending: list[Boundary] = []
         self._holding: set[Boundary] = set()
+        self._left: list[_Left] = []
         self._known: dict[tuple[int, int], object] = {}  # by group and block: the name under which it is right
         self._watched: dict[int, list[Boundary]] = {}  # by block: those that are lost when it is handed out
         self._on_reuse = self._reused  # one object: it is compared
@@ -120,7 +133,14 @@ class BoundaryBlocks:
         """The engine took the request's blocks, or it is over."""
         known = self._requests.pop(name, None)
         if known is not None:
-            self._release_tail(known)
+            self._release_tails(known)
+
+    def rename(self, track: Track) -> None:
+        """The engine took back tokens of the request, and goes on with others: blocks that were confirmed with them are
+        not any more."""
+        known = self._of(track)
+        if known is not None:
+            known.noted = min(known.noted, track.confirmed)
 
     def lose(self) -> None:
         """What the engine planned was not followed to its end: no table is known until the engine gives all of it."""
@@ -146,23 +166,24 @@ class BoundaryBlocks:
             return
         prompt, last = track.request.num_prompt_tokens, end // self._size * self._size
         if last == end:
-            known.ended = end
+            known.ended = known.ended[1], end
         wanted = {(prompt - 1) // self._size * self._size, *known.wanted}
         far = _FAR * self._size * sum(self._groups.counts(last))
-        if last - max(known.taken, known.begin) >= far:
+        if last - max([known.begin, *known.taken[-1:]]) >= far:
             wanted.add(last)
         for tokens in sorted(
             boundary for boundary in wanted if begin < boundary <= end and self._whole(known, boundary)
         ):
             self._hold(known, tokens, step, ())
             known.wanted.discard(tokens)
-        self._release_tail(known)
+        self._release_tails(known, known.crossed, last)
+        known.crossed = last
         if last >= prompt and self._whole(known, last) and not self._short():
             self._hold_tail(known, last)
 
     def _whole(self, known: _Tables, tokens: int) -> bool:
         """Whether the last step that reached the boundary left all that it needs: states, only where it ended."""
-        return not self._groups.states or known.ended == tokens
+        return not self._groups.states or tokens in known.ended
 
     def _begin(self, known: _Tables, begin: int) -> None:
         """The request goes on after `begin` tokens, which were found in the pool, or loaded."""
@@ -187,14 +208,14 @@ class BoundaryBlocks:
         numbers = (one.number for one in self._groups.beside)
         return zip(numbers, self._groups.needed(tokens), strict=True)
 
-    def _hold(self, known: _Tables, tokens: int, step: int, tail: Collection[int]) -> None:
-        """Hold a boundary. `tail`: blocks of it that are held already, and whose references it takes over."""
+    def _hold(self, known: _Tables, tokens: int, step: int, tail: Collection[int]) -> bool:
+        """Hold a boundary, if it can be. `tail`: blocks of it that are held already, and whose references it takes
+        over."""
         track = known.track
-        depth = tokens // self._size
-        if not track.storable or depth > min(len(track.chain), track.storable_blocks):
-            return
+        if not self._storable(track, tokens):
+            return False
         needed = [depths for _, depths in self._needed(tokens)]
-        first = min((depths.start for depths in needed), default=depth)
+        first = min((depths.start for depths in needed), default=tokens // self._size)
         blocks = [
             block
             for table, depths in zip(known.tables, needed, strict=True)
@@ -206,20 +227,31 @@ class BoundaryBlocks:
         room = self.count + len(blocks) <= self._pool.blocks // _HELD_FRACTION and not self._short()
         if not (complete and proved and room and blocks):
             self.given_up += len(blocks)
-            return
+            return False
         self._pool.hold(block for block in blocks if block not in tail)
         self.count += len(blocks) - len(tail)
-        _, _, block_terms = next(iter(track.chain.terms.spans(depth - 1, depth)))
-        keys = boundary_keys(track.chain[depth - 1], [len(depths) for depths in needed])
-        chain = Chain(keys, uniform(block_terms.terms))
         places = [place for place, depths in enumerate(needed) for _ in depths]
-        self._pending.append(Boundary(track, track.life, tokens, chain, blocks, places, step))
+        nameless = Chain((), track.chain.terms)
+        self._pending.append(Boundary(track, track.life, tokens, nameless, blocks, places, step))
         self._holding.add(self._pending[-1])
-        known.taken = max(known.taken, tokens)
+        known.taken.append(tokens)
+        return True
+
+    def _storable(self, track: Track, tokens: int) -> bool:
+        return track.storable and tokens // self._size <= track.storable_blocks
+
+    def _names(self, track: Track, tokens: int) -> Chain:
+        """The names of a boundary's blocks, with the terms of the full group's last one."""
+        depth = tokens // self._size
+        _, _, block_terms = next(iter(track.chain.terms.spans(depth - 1, depth)))
+        return Chain(boundary_keys(track.chain[depth - 1], self._groups.counts(tokens)), uniform(block_terms.terms))
 
     def _hold_tail(self, known: _Tables, tokens: int) -> None:
         """Hold those blocks of a boundary that the engine takes back before the next one: where the request ends before
-        that, they complete it."""
+        that, they complete it. A step that is planned ahead crosses the next one before the request is known to have
+        ended, so they are given back when the tokens of that one are trusted."""
+        if not self._storable(known.track, tokens):
+            return
         tail: list[int] = []
         later = self._groups.needed(tokens + self._size - 1)
         for table, depths, kept in zip(known.tables, self._groups.needed(tokens), later, strict=True):
@@ -228,13 +260,14 @@ class BoundaryBlocks:
             return
         self._pool.hold(tail)
         self.count += len(tail)
-        known.tail, known.tail_of = tail, tokens
+        known.tails[tokens] = tail
 
-    def _release_tail(self, known: _Tables) -> None:
-        if known.tail:
-            self._pool.give_back(known.tail)
-            self.count -= len(known.tail)
-        known.tail, known.tail_of = [], 0
+    def _release_tails(self, known: _Tables, below: int = 1 << 62, again: int = 0) -> None:
+        """Give back the tails of boundaries before the one after `below` tokens, and that of `again`."""
+        for tokens in [tokens for tokens in known.tails if tokens < below or tokens == again]:
+            tail = known.tails.pop(tokens)
+            self._pool.give_back(tail)
+            self.count -= len(tail)
 
     def _short(self) -> bool:
         return self._pool.free() * _SHORT_FRACTION < self._pool.blocks
@@ -245,17 +278,17 @@ class BoundaryBlocks:
         if known is None:
             return
         tokens = computed // self._size * self._size
-        fresh = known.begin >= 0 and tokens > max(known.taken, known.begin) and self._whole(known, tokens)
-        if fresh and self._still(known, tokens, tables):
-            tail = known.tail if known.tail_of == tokens else []
-            self._hold(known, tokens, step, tail)
-            if self._pending and tail and self._pending[-1].track is track and self._pending[-1].tokens == tokens:
-                known.tail = []  # the boundary's now
+        fresh = tokens > known.begin >= 0 and tokens not in known.taken and self._whole(known, tokens)
+        tail = known.tails.get(tokens, ())
+        if fresh and self._still(known, tokens, tables) and self._hold(known, tokens, step, tail):
+            known.tails.pop(tokens, None)  # the boundary's now
+        if names := list(self._named(known, computed // self._size)):
+            self._left.append(_Left(track, track.life, step, names))
         self.drop(track.name)
 
     def _still(self, known: _Tables, tokens: int, tables: Sequence[Sequence[int]]) -> bool:
         """Whether all blocks of a boundary are the request's yet, or held."""
-        tail = set(known.tail) if known.tail_of == tokens else set()
+        tail = known.tails.get(tokens, ())
         return all(
             block in tail or (depth < len(now) and now[depth] == block)
             for table, now, (_, depths) in zip(known.tables, tables, self._needed(tokens), strict=True)
@@ -269,10 +302,14 @@ class BoundaryBlocks:
         for known in self._requests.values():
             if known.life == known.track.life and known.track.confirmed > known.noted:
                 self._note(known)
+            if known.tails and known.track.trusted >= known.crossed:
+                self._release_tails(known, known.crossed)
+        self._note_left(step)
         waiting = []
         for boundary in self._pending:
             track = boundary.track
-            if track.life == boundary.life and track.trusted >= boundary.tokens:
+            if track.life == boundary.life and track.trusted >= boundary.tokens <= len(track.chain) * self._size:
+                boundary.chain = self._names(track, boundary.tokens)
                 self.ready.append(boundary)
             elif boundary.step <= step or track.life != boundary.life:
                 self.given_up += len(boundary.blocks)
@@ -283,15 +320,27 @@ class BoundaryBlocks:
 
     def _note(self, known: _Tables) -> None:
         """Blocks of the request were confirmed: those of the other groups at these depths are right, too."""
-        track = known.track
+        for _, group, block, name in self._named(known, known.track.confirmed):
+            self._known[group, block] = name
+        known.noted = known.track.confirmed
+
+    def _note_left(self, step: int) -> None:
+        """The same of requests that are over. Their blocks may have been handed out: under other names."""
+        for left in self._left:
+            confirmed = left.track.confirmed if left.track.life == left.life else 0
+            self._known.update({(group, block): name for depth, group, block, name in left.names if depth < confirmed})
+        self._left = [left for left in self._left if left.step > step]
+
+    def _named(self, known: _Tables, stop: int) -> Iterator[tuple[int, int, int, object]]:
+        """Depth, group, block and name of the request's blocks up to depth `stop` that were not noted yet."""
+        chain = known.track.chain
         for place, one in enumerate(self._groups.beside):
             table = known.tables[place]
-            for depth in range(known.noted, min(track.confirmed, len(table))):
+            for depth in range(known.noted, min(stop, len(table), len(chain))):
                 block = table[depth]
-                name = self._pool.named(block, track.chain[depth], one.number) if block else None
+                name = self._pool.named(block, chain[depth], one.number) if block else None
                 if name is not None:
-                    self._known[one.number, block] = name
-        known.noted = track.confirmed
+                    yield depth, one.number, block, name
 
     def watch(self, boundary: Boundary) -> None:
         """The engine may have the blocks where it needs them, and the boundary is lost then."""
@@ -334,7 +383,7 @@ class BoundaryBlocks:
     def watch_all(self) -> None:
         """The engine is about to reset its pool, which it cannot while blocks are held."""
         for known in self._requests.values():
-            self._release_tail(known)
+            self._release_tails(known)
         for boundary in list(self._holding):
             self.watch(boundary)
 
@@ -342,11 +391,11 @@ class BoundaryBlocks:
         """Nothing that was computed until now counts."""
         for boundary in (*self._pending, *self.ready):
             self.give_back(boundary)
-        self._pending, self.ready = [], []
+        self._pending, self.ready, self._left = [], [], []
         self._known.clear()
         self.lose()
 
     def check(self) -> None:
         """Assert that what is held is what is owned."""
-        tails = sum(len(known.tail) for known in self._requests.values())
+        tails = sum(len(tail) for known in self._requests.values() for tail in known.tails.values())
         assert self.count == tails + sum(len(boundary.blocks) for boundary in self._holding), "the held are miscounted"

@@ -73,7 +73,7 @@ class HybridHalf(SchedulerHalf):
         chain = state.track.chain
         super()._grow(state)
         if state.track.chain is not chain and self._held is not None:
-            self._held.drop(state.track.name)
+            self._held.rename(state.track)
 
     def _keys(self, chain: Sequence[BlockKey], depth: int) -> list[BlockKey]:
         """Names of the other groups' blocks at a boundary."""
@@ -94,8 +94,9 @@ class HybridHalf(SchedulerHalf):
             return
         deadline = self._clock.monotonic() + self._limits.prefetch_s
         ends = (partial(self._first_key, chain), partial(self._keys, chain))
-        found = promote_boundary(manager, chain, *ends, deadline, start)
-        state.promoted = Promoted(cache.submit(found, compat.trace_of(state.track.request)), start)
+        state.promoted = promoted = Promoted(start=start)
+        found = promote_boundary(manager, chain, *ends, deadline, promoted)
+        promoted.future = cache.submit(found, compat.trace_of(state.track.request))
 
     def _resident(self, chain: Sequence[BlockKey]) -> int:
         """The boundary that the engine's pool can serve by itself."""
@@ -117,7 +118,8 @@ class HybridHalf(SchedulerHalf):
     def _pin(self, manager: Manager, state: RequestState, start: int, usable: int) -> Lease:
         chain = state.track.chain
         top = start + manager.prefix(chain[start:usable])
-        state.known = max(top, self._pool.resident(chain[:usable]) if self._pool is not None else 0)
+        here = self._pool.resident(chain[:usable]) if self._pool is not None else 0
+        state.known = max(top, here, min(usable, state.promoted.matched))
         depth = self._longest(manager, chain, start, top)
         lease = manager.pin(chain[:depth], start)
         also = manager.pin(self._keys(chain, depth)) if depth > start else None

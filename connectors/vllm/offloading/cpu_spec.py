@@ -24,8 +24,8 @@ class CpuWorker(OffloadingWorker):
     """Copies at once: a job is done before its submit returns."""
 
     def __init__(self, caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int) -> None:
-        """`region` is this worker's from now on."""
-        (_group,) = caches.group_data_refs
+        """`region` is this worker's from now on. Groups of KV cache share their tensors, so that a block is one page of
+        each, whichever group it is of."""
         self._region = region
         self._blocks_per_chunk = blocks_per_chunk
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # [blocks, page] ↔ [chunks, blocks per chunk, page]
@@ -51,14 +51,19 @@ class CpuWorker(OffloadingWorker):
         return self._finish(job_id, len(blocks), began)
 
     def _places(self, device: Any, host: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Per block: its number on the device, its chunk, and which of the chunk's blocks it is."""
-        (first,) = device.block_indices
-        logical = np.arange(len(device.block_ids)) + first % self._blocks_per_chunk
-        chunks = np.asarray(host.chunk_ids, np.int64)[logical // self._blocks_per_chunk]
+        """Per block: its number on the device, its chunk, and which of the chunk's blocks it is. Blocks are listed
+        group by group, and so are chunks."""
+        each, chunks, parts, used = self._blocks_per_chunk, [], [], 0
+        ids = np.asarray(host.chunk_ids, np.int64)
+        for count, first in zip(device.group_sizes, device.block_indices, strict=True):
+            logical = np.arange(count) + first % each
+            chunks.append(ids[used + logical // each])
+            parts.append(logical % each)
+            used += int(logical[-1]) // each + 1 if count else 0
         return (
             torch.from_numpy(np.asarray(device.block_ids, np.int64)),
-            torch.from_numpy(chunks),
-            torch.from_numpy(logical % self._blocks_per_chunk),
+            torch.from_numpy(np.concatenate(chunks)),
+            torch.from_numpy(np.concatenate(parts)),
         )
 
     def _finish(self, job_id: int, blocks: int, began: float) -> bool:

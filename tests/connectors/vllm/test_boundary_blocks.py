@@ -272,6 +272,37 @@ def test_a_block_that_the_engine_took_back_is_no_part_of_a_boundary() -> None:
     assert not machine.held.ready and machine.held.count == 0
 
 
+def test_a_block_that_is_completed_twice_is_held_once() -> None:
+    """The step behind a turn's last token completes a block, and the next turn of the session does so again."""
+    machine = Machine(windows=(10,))
+    track = machine.begin("r", list(range(50)))
+    track.request.all_token_ids += range(50, 56)
+    track.request.grow()
+    for begin, end in [(0, 50), (50, 51), (51, 52), (51, 52), (52, 53)]:
+        machine.compute("r", begin, end)
+        machine.held.check()
+    machine.finish("r", 53)
+    machine.held.complete(machine.step)
+    assert not track.trusted and not machine.held.ready
+    machine.idle()
+
+
+@pytest.mark.parametrize("kept", [{"storable": False}, {"storable_blocks": 12}])
+def test_nothing_is_held_of_an_answer_that_is_not_stored(kept: dict[str, Any]) -> None:
+    machine = Machine(windows=(10,))
+    track = machine.begin("r", list(range(50)))
+    for name, value in kept.items():
+        setattr(track, name, value)
+    for begin, end in [(0, 50), *((done, done + 1) for done in range(50, 59))]:
+        track.request.all_token_ids.append(end)
+        track.request.grow()
+        machine.compute("r", begin, end)
+        machine.completed("r", end)
+    assert all(boundary.tokens == 48 and track.storable for boundary in machine.held.ready)
+    machine.finish("r", 59)
+    machine.idle()
+
+
 def test_no_more_than_a_part_of_the_pool_is_held() -> None:
     machine = Machine(blocks=64)
     for number in range(12):

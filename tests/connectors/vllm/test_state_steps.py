@@ -253,11 +253,12 @@ def test_a_wrong_state_would_be_noticed(make: Make, wrong: str) -> None:
     held = engine.half._held
     plain = held._hold
 
-    def mistaken(known: Any, tokens: int, step: int, tail: Any) -> None:
+    def mistaken(known: Any, tokens: int, step: int, tail: Any) -> bool:
         right = known.tables
         known.tables = [[*table[:-1], table[-2]] for table in right] if wrong == "one block early" else right[::-1]
-        plain(known, tokens, step, tail)
+        held_it = plain(known, tokens, step, tail)
         known.tables = right
+        return held_it
 
     held._hold = mistaken  # type: ignore[method-assign]
     engine.add(asked, 1)

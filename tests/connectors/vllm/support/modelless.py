@@ -224,7 +224,7 @@ class Modelless:
         lora: Any = None,
     ) -> str:
         """A request, or a turn of the `session` of this name, of which the last turn is none; it ends before `tokens`
-        with any of `stops`."""
+        with any of `stops`. `lora`: a LoRARequest."""
         name = name or f"r{next(self._numbers)}"
         extra = None if control is None else {"kv_transfer_params": {"kvtier": control}}
         request = Request(
