@@ -26,10 +26,6 @@ class Runs:
     def __len__(self) -> int:
         return len(self.src)
 
-    @property
-    def total_bytes(self) -> int:
-        return int(self.nbytes.sum())
-
 
 class Planner:
     """Plans copies of whole blocks from `src` to `dst`, which hold blocks of one `shape`. Stateless after init.

@@ -93,8 +93,6 @@ def check_keys(keys: Sequence[bytes], *, distinct: bool) -> None:
             got = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
             raise InvalidRequest(f"keys[{index}]: expected {KEY_BYTES} bytes from chain_hashes(), got {got}")
     if distinct and len(set(keys)) != len(keys):
-        seen: dict[bytes, int] = {}
-        for index, key in enumerate(keys):
-            if key in seen:
-                raise InvalidRequest(f"keys[{index}] repeats keys[{seen[key]}]; a chain names each block once")
-            seen[key] = index
+        first = {key: index for index, key in reversed(list(enumerate(keys)))}
+        again = next(index for index, key in enumerate(keys) if first[key] != index)
+        raise InvalidRequest(f"keys[{again}] repeats keys[{first[keys[again]]}]; a chain names each block once")

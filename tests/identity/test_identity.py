@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import struct
 import subprocess
 import sys
 from array import array
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -207,3 +208,25 @@ def test_a_key_has_48_bytes_and_comes_once_in_a_chain() -> None:
     ):
         with pytest.raises(InvalidRequest, match=why):
             check_keys(wrong, distinct=True)  # type: ignore[arg-type]
+
+
+def test_explain_names_the_engine_s_own_fields() -> None:
+    left, right = (replace(BASE, engine=json.dumps(raw)) for raw in ({"a": 1, "b": 2}, {"a": 1, "b": 3, "c": [4]}))
+    assert [(d.field, d.left, d.right) for d in explain(left, right)] == [
+        ("engine.b", "2", "3"),
+        ("engine.c", "absent", "[4]"),
+    ]
+    for raw in ("not JSON", "[1]", "[" * 100_000):
+        (difference,) = explain(replace(BASE, engine=raw), BASE)
+        assert (difference.field, difference.left, difference.right) == ("engine.", raw, "absent")
+
+
+def test_tokens_hash_alike_whatever_the_machine_s_byte_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a big-endian machine the array's own bytes are the other way round; what is hashed is little-endian."""
+    from kvtier.identity import hashing
+
+    tokens = [1, 2, 0x01020304]
+    little = hashing.flatten(tokens)
+    assert little == struct.pack("<3I", *tokens)
+    monkeypatch.setattr(hashing.sys, "byteorder", "big")
+    assert hashing.flatten(tokens) == struct.pack(">3I", *tokens)

@@ -75,3 +75,14 @@ def test_what_cannot_be_named_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(IdentityError, match="truncated"):
         fingerprint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"[]", b"{", b'{"a": {}}', b'{"a": {"data_offsets": ["x", 1]}}', b'{"a": {"data_offsets": 3}}', b"[" * 5000],
+)
+def test_a_malformed_header_is_an_error_that_names_the_file(tmp_path: Path, header: bytes) -> None:
+    folder = checkpoint(tmp_path)
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(IdentityError, match=r"model\.safetensors"):
+        fingerprint(folder)

@@ -164,6 +164,19 @@ def test_without_the_order_they_meet(kernel_library: ctypes.CDLL, arena: Arena) 
     assert seen == {"read", "stored"}
 
 
+def test_work_on_several_slots_is_waited_for_once(kernel_library: ctypes.CDLL) -> None:
+    device = Device(kernel_library, Random(0))
+    order = StreamOrder(TorchCuda(device))
+    device.enqueue(lambda: None)
+    order.used([0, 1, 2])
+    with device.on(device.handles[1]):
+        order.follow([0, 1, 2, 3])
+        assert device.waits == 1
+        device.drain()
+        order.follow([0, 1, 2])
+        assert device.waits == 1 and order._uses == {}
+
+
 def test_one_stream_waits_for_nothing(kernel_library: ctypes.CDLL, arena: Arena) -> None:
     users = Users(kernel_library, 0, arena, ordered=True)
     users.device.handles = [COMPUTE]

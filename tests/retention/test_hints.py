@@ -174,3 +174,9 @@ def test_nothing_that_a_sender_writes_is_an_error_of_ours(raw: dict[str, Any]) -
     except InvalidRequest:
         return
     assert json.dumps([answer.why for answer in hints.answers])
+
+
+def test_an_agent_hint_of_another_version_is_ignored() -> None:
+    hints = read_hints({"agent_hint": {"schema_version": "2.1", "kv_priority": 90, "lease_until": 5}})
+    assert not hints.actions and [answer.outcome for answer in hints.answers] == ["ignored"]
+    assert "version" in hints.answers[0].why

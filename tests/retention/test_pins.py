@@ -13,7 +13,7 @@ from kvtier.checksum import DIGEST_BYTES, digest_of
 from kvtier.errors import CorruptError, InvalidRequest
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.retention.guarantees import Guarantees
-from kvtier.retention.pins import Pins, decode, encode
+from kvtier.retention.pins import Pin, Pins, decode, encode
 from kvtier.tiers.host.quota import Quota
 
 SCOPES = [Scope(bytes([number]) * 16) for number in range(3)]
@@ -226,3 +226,63 @@ class PinsAgainstAModel(RuleBasedStateMachine):
 
 TestPinsAgainstAModel = PinsAgainstAModel.TestCase
 TestPinsAgainstAModel.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_pin_is_taken_over_in_place_of_one_of_its_name() -> None:
+    pins, other = Pins(1), Pins(10)
+    pins.create("a", [key(0, 1)], 0.0, 60.0)
+    pin = other.create("a", [key(0, 2), key(0, 3)], 5.0, 60.0)
+    pins.adopt(pin)
+    assert pins.get("a") == pin and pins.get("b") is None and list(pins) == [pin] and pins.names == 1
+    assert not pins.covers(key(0, 1)) and pins.covers(key(0, 2)) and len(pins) == 2, "beyond the limit, too"
+    assert pins.untils([key(0, 1), key(0, 2)]) == {key(0, 2): 65.0}
+    pins.check()
+
+
+def test_a_pin_that_has_ended_covers_nothing_new_and_is_uncovered_in_slices_from_its_end() -> None:
+    pins = Pins(10)
+    chain = [key(0, number) for number in range(5)]
+    pins.create("a", chain, 0.0, 60.0)
+    assert pins.end("a") and not pins.end("a") and pins.ending
+    pins.cover("a", [key(0, 9)])
+    assert not pins.covers(key(0, 9))
+    assert pins.untils(chain) == {}, "it has no say any more"
+    assert pins.uncover(2) == chain[3:] and pins.ending and pins.covers(chain[0])
+    assert pins.uncover(0) == [] and sorted(pins.uncover()) == chain[:3] and not pins.ending
+
+
+def test_a_pin_s_new_length_is_above_nothing() -> None:
+    pins = Pins(10)
+    pins.create("a", [key(0, 1)], 0.0, 60.0)
+    with pytest.raises(InvalidRequest, match="ttl must be above 0"):
+        pins.extend("a", 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "pin",
+    [
+        Pin("a/../b!", (key(0, 1),), 0.0, 1.0),
+        Pin("a", (), 0.0, 1.0),
+        Pin("a", (BlockKey(b"short"),), 0.0, 1.0),
+        Pin("a", (key(0, 1),), math.nan, 1.0),
+        Pin("a", (key(0, 1),), 0.0, math.inf),
+    ],
+)
+def test_pins_that_cannot_be_are_not_read(pin: Pin) -> None:
+    with pytest.raises(CorruptError):
+        decode(encode([pin]))
+
+
+def test_pins_of_another_form_are_not_read() -> None:
+    whole = encode([])
+    for body in (whole[:-DIGEST_BYTES] + b"\xc1", whole[:-DIGEST_BYTES][:-1] + b"\x91\x01"):
+        with pytest.raises(CorruptError, match="not a list of pins"):
+            decode(body + digest_of([body]))
+
+
+def test_a_block_of_a_pin_that_never_came_to_cover_it_is_not_uncovered() -> None:
+    pins = Pins(10)
+    chain = [key(0, 1), key(0, 2)]
+    pins.admit("a", chain, 0.0, 60.0, 0, new=2)
+    pins.cover("a", chain[:1])
+    assert pins.delete("a") == chain[:1]

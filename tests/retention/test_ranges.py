@@ -7,7 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import InvalidRequest
-from kvtier.retention.ranges import RANGES_MAX, BlockTerms, ChainTerms, RequestTerms, TokenRange, request_terms
+from kvtier.retention.ranges import (
+    RANGES_MAX,
+    BlockTerms,
+    ChainTerms,
+    RequestTerms,
+    TokenRange,
+    fixed,
+    request_terms,
+    uniform,
+)
 from kvtier.retention.terms import BUILTIN, Depth, Terms
 
 DAY, HOUR = BUILTIN["24h"], BUILTIN["1h"]
@@ -101,3 +110,29 @@ def test_guarantees_never_grow_along_the_chain(ranges: list[TokenRange], blocks:
                 assert block.terms.max_age is not None and block.terms.max_age <= r.terms.max_age
         assert block.terms.guarantee == (block.guarantee_s > 0)
         assert block.terms.ttl is None or block.terms.ttl >= block.guarantee_s
+
+
+def test_terms_of_a_request_are_taken_as_they_are() -> None:
+    terms = RequestTerms(DAY, (TokenRange(0, 16, HOUR),))
+    assert request_terms(terms, (), "1h") is terms
+    assert request_terms(KEEP, (), "1h").default is KEEP
+    with pytest.raises(InvalidRequest, match="named by a string, got int"):
+        request_terms([(0, 16, 3)], BUILTIN.values(), "1h")  # type: ignore[list-item]
+
+
+def test_a_chain_without_its_guarantees_is_kept_as_long() -> None:
+    chain = ChainTerms(RequestTerms(HOUR, (TokenRange(0, 16, KEEP),)), 16)
+    plain = chain.unguaranteed()
+    assert chain.guarantees and not plain.guarantees and plain.only is None
+    spans = [list(each.spans(0, 3)) for each in (chain, plain)]
+    assert [(a, b, t.terms) for a, b, t in spans[0]] == [(a, b, t.terms) for a, b, t in spans[1]]
+    assert [t.guarantee_s for _, _, t in spans[1]] == [0.0, 0.0]
+    alike = uniform(KEEP).unguaranteed()
+    assert alike.only is not None and alike.only.guarantee_s == 0.0
+
+
+def test_fixed_terms_reserve_for_so_long_and_are_not_renewed() -> None:
+    chain = fixed(90.0)
+    ((_, _, terms),) = chain.spans(0, 1000)
+    assert terms is chain.only and chain.guarantees
+    assert terms.guarantee_s == 90.0 and terms.terms.ttl == 90.0 and not terms.renewed

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import struct
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -161,3 +164,33 @@ def test_parts_of_a_second_are_rounded_down() -> None:
     life = Lifetime.of(Terms("x", ttl=1.9, max_age=2.9), T0)
     (stamp,) = Lifetime.decode(life.encode()).stamps
     assert (stamp.ttl, stamp.max_age) == (1, 2)
+
+
+def test_stamps_that_never_live_together_meet_in_none() -> None:
+    long = Stamp(100.0, None, 60.0, Depth.G2)
+    assert Stamp(100.0, None, 0.5, Depth.G4).meet(long) is None, "less than a second is not stored"
+    assert long.meet(Stamp(90.0, 30.0, None, Depth.G3)) == Stamp(90.0, 30.0, 70.0, Depth.G2)
+
+
+def test_what_is_dead_is_not_extended() -> None:
+    life = Lifetime.of(Terms("short", ttl=10.0), 0.0)
+    assert life.extend_until(1000.0, Depth.G3, 50.0) is life
+    assert life.extend_until(4.0, Depth.G3, 5.0) is life, "an end that is past"
+    assert life.extend_until(1000.0, Depth.G3, 5.0).servable(Depth.G3, 500.0)
+
+
+def test_a_lifetime_with_impossible_fields_is_not_read() -> None:
+    whole = Lifetime.of(Terms("day", ttl=86400.0), 1000.0).encode()
+    for wrong in (whole[:-1], whole + b"\0", b""):
+        with pytest.raises(CorruptError, match="a lifetime has"):
+            Lifetime.decode(wrong)
+    for offset, value in ((0, math.nan), (0, -1.0), (0, 2.0**41), (9, -1.0), (9, math.nan)):
+        raw = bytearray(whole)
+        struct.pack_into("<d", raw, offset, value)
+        with pytest.raises(CorruptError, match="impossible"):
+            Lifetime.decode(bytes(raw))
+    for ceiling in (0, 5):
+        raw = bytearray(whole)
+        raw[9 + 16] = ceiling
+        with pytest.raises(CorruptError, match="impossible"):
+            Lifetime.decode(bytes(raw))

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvtier.errors import CorruptError
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import Depth, Terms
-from kvtier.retention.trusted_clock import SETTLE_S, SKEW_S, Anchor, WallClockGuard
+from kvtier.retention.trusted_clock import (
+    SETTLE_S,
+    SKEW_S,
+    Anchor,
+    Reading,
+    RelayedClock,
+    WallClockGuard,
+    boot_id,
+    decode_anchor,
+    deletion_time,
+    encode_anchor,
+)
 from kvtier.testing import VirtualClock
 
 DAY_S = 86_400.0
@@ -143,3 +157,51 @@ def test_nothing_expired_is_ever_served(steps: list[tuple[str, float]]) -> None:
                 if verb == "use" and block == int(value):
                     lives[block] = life.used(max(reading.stamp, life.last_use))
                     used[block] = true
+
+
+def test_a_relayed_time_runs_on_and_deletes_nothing_once_it_is_old() -> None:
+    clock = VirtualClock()
+    relayed = RelayedClock(clock)
+    assert relayed.read() == Reading(clock.wall(), clock.wall(), None), "nothing was relayed yet"
+    assert deletion_time(relayed) is None and deletion_time(clock) == clock.wall()
+    relayed.set(Reading(1000.0, 990.0, 980.0))
+    began = relayed.monotonic()
+    clock.advance(RelayedClock.STALE_S)
+    assert relayed.monotonic() - began == RelayedClock.STALE_S
+    assert relayed.read() == Reading(1060.0, 1050.0, 1040.0) and relayed.wall() == 1060.0
+    assert deletion_time(relayed) == 1040.0
+    clock.advance(1.0)
+    assert relayed.read() == Reading(1061.0, 1051.0, None)
+    relayed.set(Reading(2000.0, 2000.0, None))
+    clock.advance(1.0)
+    assert relayed.read().delete is None
+    clock.jump_wall(1e6)
+    assert relayed.wall() == 2001.0, "the other process's time, not this machine's"
+
+
+def test_an_anchor_is_read_on_its_own_boot_alone() -> None:
+    anchor, boot = Anchor(1000.0, 5.0), b"b" * 36
+    raw = encode_anchor(anchor, boot)
+    assert decode_anchor(raw, boot) == anchor
+    assert decode_anchor(raw, b"c" * 36) is None and decode_anchor(raw, b"") is None
+    for wrong in (raw[:-1], raw[:-1] + bytes([raw[-1] ^ 1]), b"", encode_anchor(Anchor(-1.0, 5.0), boot)):
+        with pytest.raises(CorruptError):
+            decode_anchor(wrong, boot)
+
+
+def test_a_machine_without_a_boot_s_name_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(self: Path) -> bytes:
+        raise FileNotFoundError(str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", missing)
+    assert boot_id() == b""
+
+
+async def test_sleep_is_the_clock_s_own() -> None:
+    clock = VirtualClock()
+    relayed = RelayedClock(clock)
+    sleeping = asyncio.ensure_future(relayed.sleep(5.0))
+    await asyncio.sleep(0)
+    assert not sleeping.done()
+    clock.advance(5.0)
+    await asyncio.wait_for(sleeping, 5)

@@ -11,6 +11,7 @@ from kvtier.identity.keys import SHARED, BlockKey, Scope, make_keys
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import BUILTIN, Depth, Terms
 from kvtier.tiers.device.block_pool import BlockPool
+from kvtier.tiers.device.dirty import DirtyList
 
 DAY = Lifetime.of(BUILTIN["24h"], 0.0)
 
@@ -275,3 +276,32 @@ def test_purge_empties_one_scope() -> None:
 def test_a_pool_without_blocks_is_refused() -> None:
     with pytest.raises(ConfigError):
         BlockPool(0)
+
+
+def test_slots_ahead_of_the_first_dirty_block_are_counted() -> None:
+    pool = BlockPool(6, horizon=6)
+    assert pool.clean_ahead(4) == 4 and pool.clean_ahead(9) == 6
+    fill(pool, chain_of("a", 2), dirty=True)
+    assert pool.clean_ahead(3) == 3 and pool.clean_ahead(6) == 4, "four slots were never used"
+    held = pool.allocate(4)
+    assert pool.clean_ahead(1) == 0
+    picked = pool.pick(2, 0.0)
+    assert pool.clean_ahead(2) == 0, "a copy still reads them"
+    pool.copies_done(picked)
+    assert pool.clean_ahead(2) == 2
+    pool.free(held)
+
+
+def test_where_the_only_dirty_block_is_in_use_all_free_slots_are_clean() -> None:
+    pool = BlockPool(4)
+    chain = chain_of("a", 1)
+    pool.confirm(pool.allocate(1), chain, DAY, dirty_since=0.0)
+    assert pool.clean_ahead(9) == 3
+
+
+def test_a_block_that_is_dirty_already_keeps_its_age() -> None:
+    dirty, chain = DirtyList(), chain_of("a", 1)
+    dirty.add(0, chain, 0, 1.0)
+    dirty.add(0, chain, 0, 2.0)
+    found = dirty.get(chain[0])
+    assert found is not None and found.since == 1.0 and len(dirty) == 1 and dirty.get(chain_of("b", 1)[0]) is None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvtier.errors import CapacityError, ConfigError, InvalidRequest, TierError
+from kvtier.kernels.copy import Ack, Lane, Moves, Outcome
 from kvtier.testing import chain_of, payload_of, sample_namespace
 from kvtier.tiers.device.torch_pool import DevicePool
 from kvtier.tiers.host.arena import Arena
@@ -114,3 +115,12 @@ def test_every_ranks_memory_is_placed_near_its_own_gpu(monkeypatch: pytest.Monke
     assert asked == [(4 * BLOCK, frozenset({0, 1})), (4 * BLOCK, frozenset({64}))]
     with pytest.raises(ConfigError, match="1 ranks"):
         Arena(BLOCK, 2, 8 * BLOCK, [frozenset()])
+
+
+def test_a_late_copy_of_several_parts_is_over_with_its_last() -> None:
+    pool, told = DevicePool(4, BLOCK), []
+    pool._overdue[7] = lambda over, last: told.append((over, last))
+    for number, last in ((1, False), (2, True), (3, True)):
+        pool._deliver([Ack(7, Lane.STORE, Moves.of([(number, number + 4, 9)]), Outcome.ABORTED, last)])
+    assert told == [([(1, (5, 9))], False), ([(2, (6, 9))], True)]
+    assert not pool._overdue
