@@ -19,7 +19,7 @@ VLLM := .venv-vllm
 # `./kvtier` alone lacks the packages of connectors/ and kernels/; the installed name has them all.
 export PYTHONSAFEPATH := 1
 
-.PHONY: docs dist help setup sglang demo test test-tiers test-core test-disk test-objects test-engines test-vllm test-sglang test-vllm-oldest vllm-releases test-long mutants models hammer check types pictures reference bench gpu-check gpu-compare gpu-wheels ptx clean
+.PHONY: docs dist help setup sglang demo test test-tiers test-core test-disk test-objects test-engines test-vllm test-sglang test-vllm-oldest vllm-releases test-long mutants models coverage hammer check types pictures reference bench gpu-check gpu-compare gpu-wheels ptx clean
 
 help:
 	@echo "make setup      .venv with the requirements of all other targets"
@@ -31,6 +31,7 @@ help:
 	@echo "make vllm-releases  the check at start against the releases of vLLM that kvtier serves (downloads their wheels)"
 	@echo "make mutants    plants two hundred bugs one by one, and says which of them no quick test finds"
 	@echo "make models     Spin looks at every state of the protocols' models, and finds the errors planted in them"
+	@echo "make coverage   that tests reach every line and branch of names, terms, copy plans and pools"
 	@echo "make hammer     random work on small caches for SECONDS, over all kinds of tiers, seeds from SEED on"
 	@echo "make check      style, links, types, direction of imports"
 	@echo "make pictures   docs/pictures/*.svg from the text beside them"
@@ -131,6 +132,12 @@ test-long: $(READY) $(SGLANG)/.ready test-vllm-oldest
 OPTIONS ?=
 mutants: $(READY)
 	PYTHONPATH=$(CURDIR) $(BIN)/python -m tests.mutants.support.run --save benchmarks/results $(OPTIONS)
+
+# Every line and branch of names, terms, copy plans and pools, by their own tests alone.
+coverage: $(READY) types
+	PYTHONPATH=$(CURDIR)/build/types $(BIN)/python -m coverage run -m pytest -q tests/identity tests/retention \
+		tests/tiers/device tests/kernels/test_plan.py tests/kernels/test_device_pool.py
+	PYTHONPATH=$(CURDIR)/build/types $(BIN)/python -m coverage report --fail-under=100
 
 # Spin is taken from PATH, else fetched as Debian's package, without installing it. `OPTIONS=--histories` writes the runs
 # anew that tests repeat with the real code.
