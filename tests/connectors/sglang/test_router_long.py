@@ -38,7 +38,7 @@ def published(tmp_path: Path, on_cpu: None) -> Iterator[tuple[Publish, Indexer]]
 
 
 def known_in_time(publish: Publish, indexer: Indexer, linker: Any, tokens: list[int], right: list[int]) -> None:
-    """The indexer knows so many pages of the prompt by tier, once it has heard the linker's events."""
+    """The indexer knows so many leading pages of the prompt, on from tier to tier, once it has heard the linker."""
     deadline = time.monotonic() + 30
     while True:
         publish(list(linker.kv_events()))  # a batch that was lost is missed with the next one
@@ -71,7 +71,7 @@ def test_the_indexer_counts_every_tier_after_stores_evictions_and_restarts(
     stored(b, one)
     known_in_time(publish, indexer, b.linker, one, [0, 6, 6])
     stored(b, shallow, ceiling="g2")
-    known_in_time(publish, indexer, b.linker, shallow, [0, 6, 0])
+    known_in_time(publish, indexer, b.linker, shallow, [0, 6, 6])  # the last counts on from where G2 ends
     stored(b, salted, salt="tenant")
     known_in_time(publish, indexer, b.linker, salted, [0, 0, 0])
     b.linker._pages.cache.evict("g2")
