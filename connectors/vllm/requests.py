@@ -113,9 +113,10 @@ class RequestState:
         block_tokens = cache.namespace.block_tokens
         times = [None if at is None or self.arrived_s is None else at - self.arrived_s
                  for at in (self.placed_s, self.first_s, now)]  # fmt: skip
+        found = Counter(g1=(self.held or 0) * block_tokens) + (Counter(read) - self.reread)
         served = ServedRequest(
             compat.public_name(request), self.scope, clock.wall() if arrival_s is None else arrival_s, given, output,
-            Counter(g1=(self.held or 0) * block_tokens) + (Counter(read) - self.reread), self.why, times[0], self.waited_s, *times[1:],
+            found, self.why, times[0], self.waited_s, *times[1:],
         )  # fmt: skip
         cache.journal.record(served, prompt, compat.prompt_of(request))
 
