@@ -81,8 +81,11 @@ def main() -> None:
 
 
 @contextmanager
-def engine(name: str, tiers: dict[str, Any], budget: int, executor: str = "uni") -> Iterator[Any]:
-    """A vLLM engine inside this process with a random model; the forward too, unless `executor` is mp."""
+def engine(
+    name: str, tiers: dict[str, Any], budget: int, executor: str = "uni", publishes: Sequence[str] | None = None
+) -> Iterator[Any]:
+    """A vLLM engine inside this process with a random model; the forward too, unless `executor` is mp. `publishes`: KV
+    events, with those of these tiers of kvtier's; None: no events."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from vllm import LLM
@@ -100,11 +103,13 @@ def engine(name: str, tiers: dict[str, Any], budget: int, executor: str = "uni")
             model=folder, skip_tokenizer_init=True, dtype="float32", seed=0, max_model_len=4096, block_size=block,
             num_gpu_blocks_override=512, gpu_memory_utilization=0.2, enforce_eager=True,
             max_num_batched_tokens=budget, async_scheduling=False, distributed_executor_backend=executor,
+            **({} if publishes is None else {"kv_events_config": _publisher()}),
             kv_transfer_config={
                 "kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.connectors.vllm",
                 "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {
                     "kvtier_config": {"tiers": tiers, "offload": {"dirty_max_age": "1s"}}, "model": name,
+                    **({} if publishes is None else {"event_tiers": list(publishes)}),
                 },
             },
         )  # fmt: skip
@@ -112,6 +117,12 @@ def engine(name: str, tiers: dict[str, Any], budget: int, executor: str = "uni")
             yield llm
         finally:
             llm.llm_engine.engine_core.engine_core.shutdown()
+
+
+def _publisher() -> dict[str, Any]:
+    """Over sockets of this process's own, to nobody: the events are made, encoded and sent all the same."""
+    names = {"endpoint": "inproc://events", "replay_endpoint": "inproc://replay"}
+    return {"enable_kv_cache_events": True, "publisher": "zmq", **names}
 
 
 def parts(llm: Any) -> tuple[Any, Any]:

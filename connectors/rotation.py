@@ -25,13 +25,18 @@ class Rotation(Generic[T]):
         """`opener` and `closer` may take seconds; after `open` they are called on threads of this object's."""
         self.namespace = namespace
         self.current: T | None = None
-        self._config = config
+        self.config = config
+        """What the next one is opened with; follows what was reloaded."""
         self._opener = opener
         self._closer = closer
         self._lock = threading.Lock()
         self._old: list[T] = []  # to be closed by `_replace`
         self._thread: threading.Thread | None = None  # of `_replace`, until it has decided to end
         self._closed = False
+
+    def follow(self, config: Config) -> None:
+        """The current one has taken over this configuration."""
+        self.config = config
 
     def open(self) -> T:
         """Open for the first time, on the caller's thread. Raises what `opener` raises."""
@@ -47,7 +52,7 @@ class Rotation(Generic[T]):
             if self._closed:
                 return None
             old, self.current = self.current, None
-            self.namespace = to or epoch_after_reset(self._config, self.namespace)
+            self.namespace = to or epoch_after_reset(self.config, self.namespace)
             if old is not None:
                 self._old.append(old)
             if self._thread is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kvtier.config import Config, config_file
@@ -17,12 +18,13 @@ Reader = Callable[[Any], Any]
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Arguments of every connector. `model` and `weights` replace what would be derived; "" derives. `own`: those of
-    one connector alone, that were given."""
+    one connector alone, that were given. `source`: the file that `config` was read from."""
 
     config: Config
     model: str = ""
     weights: str = ""
     own: Mapping[str, Any] = field(default_factory=dict)
+    source: Path | None = None
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any], own: Mapping[str, Reader] | None = None) -> Settings:
@@ -52,7 +54,7 @@ class Settings:
             if name in readers and value is not None
         }
         common = {name: values.pop(name, "") for name in ("model", "weights")}
-        return cls(config, **common, own=values)
+        return cls(config, **common, own=values, source=Path(given) if isinstance(given, str) else None)
 
 
 def _read(name: str, reader: Reader, value: Any) -> Any:

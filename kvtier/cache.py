@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvtier.clock import Clock, SystemClock
 from kvtier.config import Config
 from kvtier.errors import InvalidRequest, KVTierError
-from kvtier.face import Face, config_of, keys_of_tokens
+from kvtier.face import Face, config_of, file_of, keys_of_tokens
 from kvtier.hit import Getting, Hit
 from kvtier.identity.keys import BlockKey, scope_of
 from kvtier.identity.namespace import Namespace
@@ -346,7 +346,9 @@ def open(
     of G2. `computes`: a model computes in this process; G3 then works in one of its own. Raises ConfigError, or
     FormatError for a directory that is not ours.
     """
-    return Cache(config_of(config), namespace, clock or SystemClock(), tiers, near, computes)
+    cache = Cache(config_of(config), namespace, clock or SystemClock(), tiers, near, computes)
+    cache.source = file_of(config)
+    return cache
 
 
 def aopen(
@@ -357,7 +359,9 @@ def aopen(
     tiers: Sequence[Tier] | None = None,
 ) -> AsyncCache:
     """Like `open`, for `async with`."""
-    return AsyncCache(config_of(config), namespace, clock or SystemClock(), tiers)
+    cache = AsyncCache(config_of(config), namespace, clock or SystemClock(), tiers)
+    cache.source = file_of(config)
+    return cache
 
 
 def reload_on_sighup(cache: Cache, path: str | Path) -> None:

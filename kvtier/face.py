@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -52,6 +52,10 @@ class Face:
         computes: bool = False,
     ) -> None:
         self.config = self._opened = config
+        self.source: Path | None = None
+        """The YAML file that `kvtier reload` has it read; None: there is none, or it is not to be read."""
+        self.on_reload: Callable[[Config], object] | None = None
+        """Told of each configuration that was taken over."""
         self.namespace = namespace
         self._clock = clock
         self._retention = config.terms(), config.retention.default
@@ -80,7 +84,12 @@ class Face:
         """The answer to a question that was asked at the trace socket."""
         from kvtier.journal.answers import Answers  # brings NumPy, and a question is rare
 
-        return Answers(self.journal, self._clock.wall, self._block_s).to(line)
+        return Answers(self.journal, self._clock.wall, self._block_s, self._reload_source).to(line)
+
+    def _reload_source(self) -> dict[str, Any]:
+        if (source := self.source) is None:
+            raise ConfigError("this cache was opened with no YAML file that it could read anew; restart it")
+        return {"file": str(source.absolute()), "changed": self.reload(source)}
 
     def _block_s(self) -> float | None:
         costs = self.manager.promoter.costs()
@@ -176,6 +185,8 @@ class Face:
             self.config = config
             set_spans(config.trace.spans)
             set_log_lines(config.log.level, config.log.format)
+            if self.on_reload is not None:
+                self.on_reload(config)
         log.info("configuration reloaded: %s", ", ".join(changed) or "nothing changed")
         return changed
 
@@ -198,6 +209,11 @@ def config_of(config: object) -> Config:
             "through Config.parse"
         )
     return config
+
+
+def file_of(config: object) -> Path | None:
+    """The file, where `config_of` reads one."""
+    return Path(config) if isinstance(config, str | Path) else None
 
 
 def keys_of_tokens(tokens: Any, namespace: Namespace, scope: Scope) -> list[bytes]:

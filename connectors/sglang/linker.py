@@ -91,7 +91,9 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         self.layer_done_counter = LayerWiseLoadCounter(len(self._pool.tensors))
         self._wait_s = self._settings.config.deadlines.get
         self._order = self._ordering_stream()
-        self._requests = QueuedRequests(self._settings, self._pool.page)
+        ranks = (getattr(server_args, name, 1) or 1 for name in ("tp_size", "pp_size", "dp_size"))
+        self._alone = all(int(count) == 1 for count in ranks)
+        self._requests = QueuedRequests(self._settings, self._pool.page, lambda: self._rotation.config)
         self._prefill = PrefillClock(self._computed, self._pool.page)
         self._looked_up: tuple[Any, Callable[[], list[str]]] | None = None
         self._agree: Callable[[bool], bool] = bool
@@ -143,7 +145,10 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
     def open_cache(self, namespace: Namespace) -> kvtier.Cache:
         """The cache below; a seam for tests and for other tiers."""
         near = cpus_near(self._pool.tensors[0][0].device)
-        return kvtier.open(self._settings.config, namespace, near=[near], computes=True)
+        cache = kvtier.open(self._rotation.config, namespace, near=[near], computes=True)
+        # Ranks decide alike, and only one of several could be asked.
+        cache.source, cache.on_reload = self._settings.source if self._alone else None, self._rotation.follow
+        return cache
 
     @property
     def _pages(self) -> PageCopies | None:

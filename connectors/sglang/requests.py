@@ -13,6 +13,7 @@ from typing import Any
 
 from kvtier.cache import Cache
 from kvtier.clock import SystemClock
+from kvtier.config import Config
 from kvtier.connectors.control import Control, Controls, Scopes
 from kvtier.connectors.counters import tokens_by_tier
 from kvtier.connectors.feedback import Feedback, Wishes
@@ -55,9 +56,11 @@ class QueuedRequest:
 class QueuedRequests:
     """The requests that are being looked up, and the counters of those that were admitted."""
 
-    def __init__(self, settings: Settings, block_tokens: int) -> None:
+    def __init__(self, settings: Settings, block_tokens: int, current: Callable[[], Config] | None = None) -> None:
+        """`current`: the configuration in force, as far as it may change."""
         self._block_tokens = block_tokens
         self._wait_s = settings.config.deadlines.get
+        self._config, self._current = settings.config, current or (lambda: settings.config)
         self._controls, self._scopes = Controls(settings.config), Scopes(settings.config)
         self._of: OrderedDict[str, QueuedRequest] = OrderedDict()
         self.events: Counter[str] = Counter()
@@ -102,6 +105,8 @@ class QueuedRequests:
 
     def control_of(self, req: Any) -> tuple[Control, Scope | None]:
         """The request's parameters, and its scope (None: it may not be cached)."""
+        if (config := self._current()) is not self._config:
+            self._controls, self._config = Controls(config), config
         custom = getattr(getattr(req, "sampling_params", None), "custom_params", None)
         control = self._controls.parse(custom.get(_NAME) if isinstance(custom, dict) else None)
         # SGLang folds an adapter's id into the extra key, which seeds the page hashes; both also name the scope.

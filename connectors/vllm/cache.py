@@ -36,6 +36,7 @@ class SchedulerCache(Rotation[tuple[Cache, ArenaHandle]]):
         """`near`, `computes`: for `kvtier.open`. `events` collects the changes of every cache's blocks; `announcer_of`
         makes what announces those that an earlier process left."""
         super().__init__(settings.config, namespace, self._attach, self._close)
+        self._source = settings.source
         self._announcer_of = announcer_of
         self._announcers: dict[int, Announcer] = {}  # by the number of the cache's arena
         self._near = near
@@ -49,7 +50,8 @@ class SchedulerCache(Rotation[tuple[Cache, ArenaHandle]]):
         return None if current is None else current[0]
 
     def _attach(self, namespace: Namespace) -> tuple[Cache, ArenaHandle]:
-        cache = kvtier.open(self._config, namespace, near=self._near, computes=self._computes)
+        cache = kvtier.open(self.config, namespace, near=self._near, computes=self._computes)
+        cache.source, cache.on_reload = self._source, self.follow
         if self._events is not None:
             cache.manager.subscribe(self._events)
         arena = cache.manager.host.arena
@@ -64,7 +66,7 @@ class SchedulerCache(Rotation[tuple[Cache, ArenaHandle]]):
             slots=arena.slots,
             slot_bytes=arena.slot_bytes,
             piece_bytes=arena.piece_bytes,
-            copy_by=self._config.offload.copy_by,
+            copy_by=self.config.offload.copy_by,
             calibration=str(cache_folder() or ""),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,15 +28,21 @@ from kvtier.times import Mono
 class RequestReader:
     """Reads from the engine's requests how they are cached."""
 
-    def __init__(self, config: Config, *, names_images: bool = True) -> None:
-        """`names_images`: whether the engine names images by what they show."""
-        self.controls = Controls(config)
+    def __init__(
+        self, config: Config, *, names_images: bool = True, current: Callable[[], Config] | None = None
+    ) -> None:
+        """`names_images`: whether the engine names images by what they show. `current`: the configuration in force, as
+        far as it may change."""
+        self.controls, self._config = Controls(config), config
+        self._current = current or (lambda: config)
         self._names_images = names_images
         self._scopes = Scopes(config)
         self._adapters = Adapters()
 
     def read(self, request: Any) -> tuple[Control, Scope | None]:
         """The request's parameters, and its scope: None where it may not be cached. Reads files of new adapters."""
+        if (config := self._current()) is not self._config:
+            self.controls, self._config = Controls(config), config
         control = self.controls.parse(compat.control_of(request))
         adapter = self._adapters.of(compat.adapter_of(request))
         unnamed = not self._names_images and compat.holds_media(request)
@@ -107,9 +113,10 @@ class RequestState:
         block_tokens = cache.namespace.block_tokens
         times = [None if at is None or self.arrived_s is None else at - self.arrived_s
                  for at in (self.placed_s, self.first_s, now)]  # fmt: skip
+        found = Counter(g1=(self.held or 0) * block_tokens) + (Counter(read) - self.reread)
         served = ServedRequest(
             compat.public_name(request), self.scope, clock.wall() if arrival_s is None else arrival_s, given, output,
-            Counter(g1=(self.held or 0) * block_tokens) + Counter(read), self.why, times[0], self.waited_s, *times[1:],
+            found, self.why, times[0], self.waited_s, *times[1:],
         )  # fmt: skip
         cache.journal.record(served, prompt, compat.prompt_of(request))
 

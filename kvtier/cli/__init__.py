@@ -48,6 +48,7 @@ COMMANDS = (
     Command("pin delete", "kvtier.cli.pin:delete", "Delete a pin."),
     Command("pin list", "kvtier.cli.pin:listing", "List the pins of a namespace."),
     Command("namespace", "kvtier.cli.namespace:namespace", "Print or save the namespace of a G3 store or engine."),
+    Command("reload", "kvtier.cli.reload:reload", "Have a running engine take over what its YAML file changes."),
     Command("purge", "kvtier.cli.purge:purge", "Delete a tenant's blocks from every tier and replica."),
     Command("top", "kvtier.cli.top:top", "Show live metrics of a running cache."),
     Command("trace convert", "kvtier.cli.trace:convert", "Write a trace of another format as kvtier's or Mooncake's."),

@@ -55,7 +55,7 @@ def answer_in(line: bytes) -> dict[str, Any] | None:
     if not isinstance(answer, dict) or answer.get("kvtier_answer") != 1:
         raise FormatError("what answers is no trace socket of this release of kvtier")
     if "refused" in answer:
-        raise InvalidRequest(shown(answer["refused"], 300))
+        raise InvalidRequest(shown(answer["refused"], 2000))
     return answer
 
 

@@ -254,7 +254,7 @@ class Tracing(_Section):
 
     socket: File | None = Field(
         default=None,
-        description="Unix socket for `kvtier trace record` and `kvtier explain`, one per engine; none: there is none.",
+        description="Unix socket for `kvtier trace record`, `explain`, `reload`, one per engine; none: there is none.",
         examples=["/run/kvtier/trace.sock"],
     )
     spans: bool = Field(default=False, description="OpenTelemetry spans of look-ups, plans and transfers.")

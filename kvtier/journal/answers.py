@@ -1,8 +1,9 @@
-"""Questions about the latest requests, and their answers, as JSON objects in one line each.
+"""Questions to a running cache about its latest requests, and their answers, as JSON objects in one line each.
 
     {"ask": "request", "name": text, "earlier": text or null, "excerpt": true}    why it was not given more
     {"ask": "breaks"}                                                             the dearest ones
     {"ask": "latest"}                                                             heat of prefixes, slow requests
+    {"ask": "reload"}                                                             the cache reads its YAML file anew
 
 An answer has `kvtier_answer`, or `refused` with the reason. No salt, no key and no token of a prompt is in it, but for
 the tokens around the place where two prompts part, if `excerpt` asks for them.
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from kvtier.errors import InvalidRequest
+from kvtier.errors import InvalidRequest, KVTierError
 from kvtier.journal.breaks import dearest, loss_of, losses, nearest
 from kvtier.journal.figures import heat, slow, told
 from kvtier.journal.journal import Journal
@@ -24,7 +25,7 @@ from kvtier.journal.served import Remembered
 from kvtier.units import shorten
 
 ANSWER = 1
-_REFUSAL_CHARS = 300
+_REFUSAL_CHARS = 2000
 BEFORE, BEHIND = 64, 448
 """Tokens of an excerpt before and behind the place."""
 
@@ -32,8 +33,16 @@ BEFORE, BEHIND = 64, 448
 class Answers:
     """Answers about one journal. Thread-safe; takes up to a second of processor time, with many rests."""
 
-    def __init__(self, journal: Journal, wall: Callable[[], float], block_s: Callable[[], float | None]) -> None:
-        """`block_s`: what a block takes to compute, in seconds, as far as that is known."""
+    def __init__(
+        self,
+        journal: Journal,
+        wall: Callable[[], float],
+        block_s: Callable[[], float | None],
+        reload: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
+        """`block_s`: what a block takes to compute, in seconds, as far as that is known. `reload` has the cache read
+        its file, and says what has changed; it raises ConfigError."""
+        self._reload = reload
         self._journal = journal
         self._wall = wall
         self._block_s = block_s
@@ -45,7 +54,7 @@ class Answers:
             if not isinstance(question, dict):
                 raise InvalidRequest("a question is a JSON object")
             return {"kvtier_answer": ANSWER, **self._answer(question)}
-        except (ValueError, RecursionError, InvalidRequest) as wrong:
+        except (ValueError, RecursionError, KVTierError) as wrong:
             return {"kvtier_answer": ANSWER, "refused": str(wrong)[:_REFUSAL_CHARS]}
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +65,9 @@ class Answers:
                 return self._breaks()
             case "latest":
                 return self._latest()
-        raise InvalidRequest("ask is request, breaks or latest")
+            case "reload" if self._reload is not None:
+                return self._reload()
+        raise InvalidRequest("ask is request, breaks, latest or reload")
 
     def _about(self, latest: list[Remembered]) -> dict[str, Any]:
         since = min((one.served.at_s for one in latest), default=None)

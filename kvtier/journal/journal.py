@@ -12,6 +12,7 @@ import threading
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from kvtier.identity.keys import BlockKey, Scope, tenant_of
 from kvtier.journal.served import Remembered, ServedRequest
@@ -23,6 +24,7 @@ REQUESTS_MAX = 1024
 TOKENS_MAX = 4 << 20
 """Tokens of all remembered prompts, 4 bytes each; a prompt without known tokens counts those of its whole blocks."""
 
+NAME_CHARS_MAX = 256
 _PURGES_MAX = 4096
 
 
@@ -59,6 +61,7 @@ class Journal:
         size = self._size(len(prompt), len(tokens))
         if not prompt or size > self._tokens_max:
             return
+        served = replace(served, name=served.name[:NAME_CHARS_MAX])  # a client may choose it
         tails = tails_of(prompt)
         try:
             packed = array("I", tokens)
@@ -79,7 +82,8 @@ class Journal:
         return self._size(len(one.tails) // 8, len(one.tokens))
 
     def purge(self, scopes: Mapping[Scope, Wall]) -> None:
-        """Forget the requests of these scopes' tenants that arrived until then. Takes a fraction of a millisecond."""
+        """Forget the requests of these scopes' tenants, and do not remember those that arrived until then and are under
+        way. Takes a fraction of a millisecond."""
         before = {tenant_of(scope): until for scope, until in scopes.items()}
         with self._lock:
             for tenant, until in before.items():
@@ -87,7 +91,7 @@ class Journal:
                 self._purged.move_to_end(tenant)
             while len(self._purged) > _PURGES_MAX:
                 self._purged.popitem(last=False)
-            stays = [one for one in self._kept if not one.served.at_s <= before.get(tenant_of(one.served.scope), -1.0)]
+            stays = [one for one in self._kept if tenant_of(one.served.scope) not in before]
             if len(stays) < len(self._kept):
                 self._kept = deque(stays)
                 self._tokens = sum(map(self._size_of, stays))

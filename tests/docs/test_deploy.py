@@ -53,6 +53,23 @@ def test_what_compose_mounts_is_there() -> None:
     assert variables == given
 
 
+def test_the_compose_file_is_one_by_its_specification() -> None:
+    """Keys, values and references between its parts, with the variables filled in as `docker compose` does."""
+    specification = pytest.importorskip("compose_spec", reason="pip install compose-spec")
+    text = (COMPOSE / "compose.yaml").read_text()
+    given = dict(line.split("=", 1) for line in (COMPOSE / "example.env").read_text().split())
+
+    def parsed(text: str) -> Any:
+        return specification.PyCompose.from_yaml(re.sub(r"\$\{(\w+)[^}]*\}", lambda each: given[each[1]] or "x", text))
+
+    found = parsed(text)
+    found.validate()
+    assert set(found.service_names()) == {"vllm", "prometheus", "grafana"}
+    for wrong in (text.replace("stop_grace_period: 60s", "stop_grace_period: soon"), text.replace("ipc:", "ipcs:")):
+        with pytest.raises(ValueError, match="services"):
+            parsed(wrong)
+
+
 def test_prometheus_renames_the_engines_metrics_as_in_docs_monitoring() -> None:
     own, theirs = (
         [job["metric_relabel_configs"] for job in read(path)["scrape_configs"] if job["job_name"] == "engines"]

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from kvtier.identity.keys import BlockKey, Scope, make_keys, scope_of
-from kvtier.journal.journal import Journal
+from kvtier.journal.journal import NAME_CHARS_MAX, Journal
 from kvtier.journal.served import ServedRequest
 from kvtier.times import Wall
 
@@ -60,6 +60,8 @@ async def test_a_purge_is_one_of_the_journal_too() -> None:
     for scope, name in ((ONE, "one"), (OTHER, "other"), (scope_of("one", b"adapter"), "adapter")):
         journal.record(request(name, scope), prompt(scope, 2), range(40))
     assert await names(journal) == ["one", "other", "adapter"]
+    journal.record(request("of a clock that is ahead", ONE, at_s=7.0), prompt(ONE, 2), range(40))
+    await asyncio.sleep(0)
     journal.purge({ONE: Wall(5.0)})
     assert await names(journal) == ["other"]
     journal.record(request("under way", ONE, at_s=4.0), prompt(ONE, 2), range(40))
@@ -67,6 +69,14 @@ async def test_a_purge_is_one_of_the_journal_too() -> None:
     assert await names(journal) == ["other", "later"]
     journal.purge({scope_of(None): Wall(9.0)})
     assert await names(journal) == ["other", "later"]
+
+
+async def test_a_name_is_cut() -> None:
+    """Clients may choose it."""
+    journal = Journal(16)
+    journal.open()
+    journal.record(request("x" * 100_000), prompt(ONE, 2), range(40))
+    assert [len(name) for name in await names(journal)] == [NAME_CHARS_MAX]
 
 
 async def test_tokens_that_are_none_are_left_out() -> None:

@@ -106,7 +106,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._flush_s = settings.own.get("flush_timeout", 3.0)
         self._store_wait_s = settings.own.get("store_wait", 1.0)
         self._get_s = config.deadlines.get
-        self._reader = RequestReader(config)
+        self._reader = RequestReader(config, current=lambda: self._caches.config)
         self._block_tokens = namespace.block_tokens
         self._hashes_per_chunk = max(1, namespace.block_tokens // int(offloading_spec.config.cache.tokens_per_hash))
         self._feedback = Feedback(namespace.block_tokens, config.retention.hints)

@@ -232,3 +232,13 @@ def test_a_request_that_is_admitted_again_has_cached_what_it_found_first() -> No
     put_answer(req, {"tokens_read": {"g2": 32}, "usage": first})
     put_answer(req, {"tokens_read": {"g2": 16}, "usage": again})
     assert req.customized_info["kvtier"] == [{"tokens_read": {"g2": 48}, "usage": first}]
+
+
+def test_a_reload_holds_for_later_requests(bench: Any) -> None:
+    b = bench()
+    requests, before = b.linker._requests, b.linker._rotation.config
+    assert requests.control_of(b.req("r"))[0].terms.name == "24h"
+    raw = before.model_copy(update={"retention": before.retention.model_copy(update={"default": "5m"})})
+    b.linker._pages.cache.on_reload(raw)
+    assert requests.control_of(b.req("s"))[0].terms.name == "5m" and b.linker._rotation.config is raw
+    assert b.linker._pages.cache.source is None, "its configuration was no file"

