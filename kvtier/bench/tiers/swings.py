@@ -75,7 +75,7 @@ def traffic_of(demand: tuple[str, str], large: int, minor: float, swings: int) -
     capacity = SEGMENTS * 2 * large
     rng = random.Random(5)
     picks = {cls: DEMANDS[kind](rng, capacity // cls) for cls, kind in zip((large, SMALL), demand, strict=True)}
-    out = []
+    out: list[list[Access]] = []
     for swing in range(swings):
         main, other = (large, SMALL) if swing % 2 == 0 else (SMALL, large)
         odds = [(1 - minor) / main, minor / other]
