@@ -211,6 +211,28 @@ async def test_a_place_is_tried_at_most_three_times_a_day_until_it_is_sound(tmp_
         assert set(await put(tier, chain)) == {Stored.STORED}, "all of it is of use again"
 
 
+async def test_restarts_within_a_day_try_no_place_more_than_three_times(tmp_path: Path) -> None:
+    """What counts the tries is in the index: the next process, or another one beside it, goes on from there."""
+    medium, chain, clock = BadMedium(), chain_of(NAMESPACE, 40), VirtualClock()
+    medium.unwritable, medium.unreadable = {(FILE, 3)}, {(FILE, 7)}
+    for hours in range(0, 24, 3):
+        async with opened(tmp_path / "g3", 250, calls=medium, clock=clock) as tier:
+            await put(tier, chain)
+            await get(tier, chain)
+            await asyncio.sleep(0.03)
+            await settled(tier)
+            await tier.evict(None)
+        assert all(2 <= tries <= 3 for tries in medium.tries.values()), hours
+        clock.advance(3 * 3600.0)
+    assert set(medium.tries) == {("write", (FILE, 3)), ("read", (FILE, 7))}
+    medium.unwritable.clear()
+    medium.unreadable.clear()
+    async with opened(tmp_path / "g3", 250, calls=medium, clock=clock) as tier:
+        assert set(await put(tier, chain)) == {Stored.STORED}
+        await until(lambda: not set_aside(tier), "they are tried again the next day")
+        await settled(tier)
+
+
 async def test_scrub_removes_an_unreadable_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     medium, chain = BadMedium(), chain_of(NAMESPACE, 10)
     async with opened(tmp_path / "g3", 200) as tier:

@@ -9,6 +9,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
+from kvtier.bench.tiers.class_store import NOW, ClassStore, name_of, new_block
 from kvtier.retention.terms import PRIORITY
 from kvtier.tiers.disk.allocator import Promise
 from kvtier.tiers.disk.bad_places import DAY_S
@@ -20,7 +21,6 @@ from kvtier.tiers.disk.records import RESERVED, SLOT_ALIGN, Entry, SlotReservati
 from kvtier.tiers.disk.trials import Trial, begin_trials, drop_unreadable, end_trial
 from kvtier.tiers.protocol import Stored
 from kvtier.times import Wall
-from tests.tiers.disk.support.classes import NOW, ClassStore, name_of, new_block
 
 CLASSES = (1, 3, 8)
 SEGMENTS, UNITS = 8, 50

@@ -12,6 +12,7 @@ from random import Random
 import pytest
 import xxhash
 
+from kvtier.bench.tiers.class_store import LIFE, NOW, ClassStore
 from kvtier.encryption import EncryptionHeader
 from kvtier.errors import CorruptError
 from kvtier.retention.lifetime import Lifetime, Stamp
@@ -40,7 +41,6 @@ from kvtier.tiers.disk.records import (
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Stored
 from kvtier.times import Wall
-from tests.tiers.disk.support.classes import LIFE, NOW, ClassStore
 
 NAMESPACE = bytes(range(32))
 NAME = NAMESPACE + bytes(range(100, 116)) + bytes(range(200, 232))

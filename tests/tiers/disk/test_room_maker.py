@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvtier.bench.tiers.class_store import NOW, ClassStore
 from kvtier.tiers.disk.records import SLOT_ALIGN
 from kvtier.tiers.disk.reserved_slots import ReservedSlots
 from kvtier.tiers.disk.room_maker import RoomMaker
-from tests.tiers.disk.support.classes import NOW, ClassStore
 
 
 def test_a_spent_budget_makes_no_room_and_keeps_no_thread_busy(tmp_path: Path) -> None:
