@@ -13,6 +13,7 @@ from functools import partial
 
 from kvtier.errors import ClosedError
 from kvtier.events import Notify
+from kvtier.identity.key_parts import KeyParts
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
 from kvtier.policies.no_order import NoOrder
 from kvtier.policies.policy import Policy
@@ -74,7 +75,7 @@ class HostTier:
         self._table = SlotTable(self.arena, slots)
         self._free = deque(range(slots))  # numbers of slots, as in `index.parts`
         self.in_use = SlotsInUse(slots, self._free)
-        self._filling: dict[BlockKey, int] = {}
+        self._filling = KeyParts().dicts  # slots of FILLING blocks
         self.index, self.pins = SlotIndex(self._table), SlotPins(self._table)
         return self._table
 
@@ -108,11 +109,11 @@ class HostTier:
             if self.refusals.dropping and self.refusals.covers(number):
                 return Miss.PURGED
             return Miss.EXPIRED if self._table.has_ended(number, wall_s) else None
-        return Miss.PENDING if key in self._filling else Miss.ABSENT
+        return Miss.PENDING if key in self._filling[key[-1]] else Miss.ABSENT
 
     def busy(self) -> bool:
         """Whether some slot is pinned, being filled or quarantined, and so becomes evictable by itself."""
-        return bool(self.pins.slots or self._filling)
+        return bool(self.pins.slots or any(self._filling))
 
     @property
     def pinned(self) -> int:
@@ -198,7 +199,7 @@ class HostTier:
         parts, filling, free, quota = self.index.parts, self._filling, self._free, self.quota
         limited, numbers, room, victims = quota.limited, list[int](), True, None
         for at, key in enumerate(keys):
-            if key in parts[key[-1]] or key in filling:
+            if key in parts[key[-1]] or key in filling[key[-1]]:
                 break
             full = limited and quota.full(key)
             if full or not free:
@@ -215,7 +216,7 @@ class HostTier:
                 self._evicted(gone, wall_s)
             if limited:
                 quota.take(key)
-            filling[key] = number = free.popleft()
+            filling[key[-1]][key] = number = free.popleft()
             numbers.append(number)
         self._table.take(numbers, keys, depth, priority)
         return numbers, room
@@ -256,7 +257,8 @@ class HostTier:
             if slot.table is not table or states[number] != FILLING or generations[number] != generation:
                 self.stale_messages += 1
                 continue
-            del filling[key := names[number]]
+            key = names[number]
+            del filling[key[-1]][key]
             if purges and self.refusals.has_purged(number):
                 self._release(number)
                 continue
@@ -293,7 +295,8 @@ class HostTier:
         if not self._is_filling(slot, generation):
             self.stale_messages += 1
             return
-        del self._filling[self._table.keys[number := slot.number]]
+        key = self._table.keys[number := slot.number]
+        del self._filling[key[-1]][key]
         if in_flight:
             self._table.states[number], self._table.waiting[number] = QUARANTINED, True
             self.pins.pin(number)  # the writer's
@@ -415,7 +418,7 @@ class HostTier:
 
     def filling(self) -> list[BlockKey]:
         """The blocks whose slots are FILLING."""
-        return list(self._filling)
+        return [key for part in self._filling for key in part]
 
     def _release(self, number: int) -> None:
         if self.quota.limited:
@@ -426,7 +429,8 @@ class HostTier:
     def check(self) -> None:
         """Assert the invariants: slots conserved, index and states agree, policy orders exactly the residents."""
         table, ready = self._table, {key: number for part in self.index.parts for key, number in part.items()}
-        table.check([*self._free, *self.in_use.unused], self._filling, ready)
+        filling = {key: number for part in self._filling for key, number in part.items()}
+        table.check([*self._free, *self.in_use.unused], filling, ready)
         quarantined, pinned = table.states.count(QUARANTINED), sum(pins > 0 for pins in table.pins)
         assert (self.quarantined, self.pins.slots) == (quarantined, pinned), "slots are miscounted"
         assert self._retained <= self.index.keys(), "a block is retained that is not here"
