@@ -184,7 +184,7 @@ class GapDuel(Ranking):
         return rank < claim.last - self._theta * claim.gap_s + self._bonus_s * claim.level / 2
 
     def _needed_depth(self, run: Run) -> int:
-        return 0 if run.standing is None else max(run.standing.shadow_ends[:-1], default=0)
+        return 0 if run.standing is None else self._duel.held(run.standing)
 
 
 def _window(capacity: int) -> int:

@@ -159,7 +159,7 @@ class RunMemory(ABC):
 
     def _forget_prints(self, run: Run, blocks: int) -> None:
         """Forget the last so many blocks, which have no names."""
-        del run.prints[:blocks]
+        run.forget_prints(blocks)
         run.live -= blocks
         self._known -= blocks
         if not run.live:
@@ -236,7 +236,7 @@ class RunMemory(ABC):
     def _extend(self, run: Run | None, more: list[BlockKey], depth: int, tick: int, rank: Stretch) -> Run:
         """Name blocks from `depth` on, where `run` ends; None: in a new one of this rank. Returns it."""
         if run is None:
-            run = Run(more, bytearray(len(more)), depth, tick, self._mono_s)
+            run = Run(tuple(more), bytearray(len(more)), depth, tick, self._mono_s)
             run.take_rank(rank, tick, self._mono_s)
             self._enrol(run)
             self._list(run)
@@ -319,9 +319,9 @@ class RunMemory(ABC):
             run.torn = True
             for place in run.places(keys, depth, count):
                 run.here[place] = 0
-            self._known -= len(run.prints)  # nobody would find them
-            run.live -= len(run.prints)
-            del run.prints[:]
+            self._known -= run.unnamed  # nobody would find them
+            run.live -= run.unnamed
+            run.forget_prints(run.unnamed)
 
     def _settle(self, run: Run) -> None:
         """All that a request takes out of `run` was taken."""
@@ -388,7 +388,7 @@ class RunMemory(ABC):
         history, named = self._history.values(), Counter(run.ident for run in runs.values())
         assert sum(run.live for run in history) == self._known, "remembered blocks are miscounted"
         for run in history:
-            listed = named[run.ident] + len(run.prints) - max(0, run.head - run.named_end)
+            listed = named[run.ident] + run.unnamed - max(0, run.head - run.named_end)
             assert run.live and run.live == listed, "a run counts wrong"
             assert run.top <= run.named_end, "a block without a name counts as resident"
             assert run.torn or run.head + run.live == run.end, "a chain with a hole"

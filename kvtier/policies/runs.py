@@ -333,8 +333,7 @@ class Ranking(RunMemory):
         its blocks are `named` now."""
         start, stop = stretch.start, min(stretch.stop, named)
         if kept is None:
-            mine = keys[start:stop]
-            run = Run(mine, here[start:stop], start, self._tick, self._mono_s)
+            run = Run(tuple(keys[start:stop]), here[start:stop], start, self._tick, self._mono_s)
             self._enrol(run)
         else:
             run, first, last = kept
@@ -407,7 +406,7 @@ class Ranking(RunMemory):
     def _unreferenced(self, key: BlockKey) -> Run:
         """A block of which no reference is remembered counts as referenced now, alone."""
         self._tick += 1
-        run = Run([key], bytearray(1), 0, self._tick, self._mono_s)
+        run = Run((key,), bytearray(1), 0, self._tick, self._mono_s)
         run.counts = ONCE
         self._enrol(run)
         self._known += 1

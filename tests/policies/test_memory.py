@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 
@@ -45,7 +46,7 @@ def test_a_long_chain_is_renewed_at_once(name: str) -> None:
 @pytest.mark.parametrize("blocks", [1, 2, 9, COMPARED_MAX, COMPARED_MAX + 1, 3 * COMPARED_MAX + 5])
 def test_a_run_agrees_up_to_where_a_chain_turns_off(blocks: int) -> None:
     chain, other = chain_of(0, blocks), chain_of(1, blocks)
-    run = Run(chain[2:] or chain, bytearray(blocks), 2 if blocks > 2 else 0, 1, Mono(0))
+    run = Run(tuple(chain[2:] or chain), bytearray(blocks), 2 if blocks > 2 else 0, 1, Mono(0))
     for agreed in {run.base + 1, blocks // 2, blocks - 1, blocks}:
         if agreed > run.base:
             assert run.matching(chain[:agreed] + other[agreed:], run.base) == agreed - run.base
@@ -312,3 +313,20 @@ def test_a_chain_longer_than_the_memory_costs_no_step_per_block_and_run() -> Non
     policy._forget(40_000)
     assert policy._known == 5000 and lists < 10
     policy.check(set())
+
+
+def test_the_garbage_collector_does_not_look_at_what_is_remembered() -> None:
+    """A full collection stops every thread of the engine: 200 ms where it goes over a million blocks' requests."""
+    policy, resident = make_policy("gapduel", 4000), set[BlockKey]()
+    request(policy, 0, resident)
+    gc.collect()
+    before, requests = len(gc.get_objects()), 3 * ARRIVING_MAX
+    for number in range(1, requests):
+        chain = request(policy, number, resident, blocks=6)
+        for key in chain if number % 2 else ():  # of every other one only prints are left
+            policy.remove(key)
+            resident.remove(key)
+    policy.train()
+    gc.collect()
+    assert len(gc.get_objects()) - before < requests / 4
+    policy.check(resident)
