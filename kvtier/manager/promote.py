@@ -404,7 +404,7 @@ class Promoter:
         except Exception as error:  # a tier's own failures are answers: this is ours, and costs a miss
             self._hierarchy.supervisor.failures.record(f"{tier.name} load", error, tier.breaker)
         finally:
-            outcomes, filled = dict[int, LoadOutcome](), list[Hold]()
+            outcomes, filled, latest = dict[int, LoadOutcome](), list[Hold](), self._hierarchy.latest()
             with self._lock:
                 for (index, slot), generation, result in zip(reserved, generations, results, strict=True):
                     self._under_way.pop(chain[index], None)
@@ -414,7 +414,7 @@ class Promoter:
                     else:
                         self._host.abort(slot, generation, in_flight=in_flight)
                         outcomes[index] = result
-                seen = self._host.commit_all(filled)
+                seen = self._host.commit_all(filled, latest)
                 self._host.pins.pin_all(numbers := {slot.number for slot in seen})
                 self._host.tell(seen)
             for index, slot in reserved:

@@ -32,7 +32,7 @@ from kvtier.tiers.host.victims import Victims
 from kvtier.tiers.protocol import Miss
 from kvtier.times import Wall
 
-_EPOCH = Wall(0)
+_EPOCH, _NO_END = Wall(0), Wall("inf")
 
 _SLICE_SLOTS = 32  # between two looks at it
 
@@ -247,11 +247,11 @@ class HostTier:
         slot.describe(generation, life, digest, priority)
         return bool(self.commit_all(((slot, generation),)))
 
-    def commit_all(self, holds: Iterable[Hold]) -> list[Slot]:
-        """`commit` for several, as they are described. Returns those that are seen now."""
+    def commit_all(self, holds: Iterable[Hold], latest: Wall = _NO_END) -> list[Slot]:
+        """`commit` for several, as they are described. Returns those that are seen: none with a time after `latest`."""
         table, seen, keys, numbers = self._table, list[Slot](), list[BlockKey](), list[int]()
         states, generations, names, filling = table.states, table.generations, table.keys, self._filling
-        parts, purges = self.index.parts, bool(self.refusals.tombstones)
+        parts, refused = self.index.parts, self.refusals.at_commit(latest)
         for slot, generation in holds:
             number = slot.number
             if slot.table is not table or states[number] != FILLING or generations[number] != generation:
@@ -259,7 +259,7 @@ class HostTier:
                 continue
             key = names[number]
             del filling[key[-1]][key]
-            if purges and self.refusals.has_purged(number):
+            if refused is not None and refused(number):
                 self._release(number)
                 continue
             states[number] = READY
