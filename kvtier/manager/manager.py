@@ -203,7 +203,7 @@ class Manager:
         lease = Lease(promoted.holds, promoted.found, miss, self.release, self._housekeeping.forget)
         try:
             await aside(hit, lambda: self._housekeeping.record_use(chain[:hit], time.stamp))
-            await aside(hit, lambda: self.demoter.promoted(chain, hit, promoted.loaded, counted=referenced))
+            await aside(hit, lambda: self.demoter.promoted(chain, start, promoted.found, counted=referenced))
         except BaseException:
             lease.release()
             raise

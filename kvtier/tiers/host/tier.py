@@ -13,6 +13,7 @@ from functools import partial
 
 from kvtier.errors import ClosedError
 from kvtier.events import Notify
+from kvtier.identity.key_map import KeyMap
 from kvtier.identity.key_parts import KeyParts
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
 from kvtier.policies.no_order import NoOrder
@@ -53,7 +54,7 @@ class HostTier:
         self.policy: Policy = policy
         self._share = quota
         self.refusals = Refusals(self._lay_out(0))
-        self._retained: set[BlockKey] = set()  # READY, and removed from the policy
+        self._retained = KeyMap[None]()  # READY, and removed from the policy
         self._priorities = Priorities()  # of READY slots
         self.quota = Quota(0.0, 0)
         self.notify: Notify | None = None  # called with blocks that become visible or cease to be
@@ -318,7 +319,7 @@ class HostTier:
         table = self._table
         pins, states, priorities = table.pins, table.states, table.priorities
         if self._retained:
-            self._retained.difference_update(keys)
+            self._retained.drop_all(keys)
         self._priorities.give([priorities[number] for number in numbers])
         if self.notify is not None:
             self.notify(keys, False)
@@ -342,16 +343,15 @@ class HostTier:
         for key in keys:
             slot = self.index.get(key)
             if slot is not None and key not in self._retained:
-                self._retained.add(key)
+                self._retained[key] = None
                 self.policy.remove(key, slot.index, returns=True)
 
     def release_retained(self, keys: Iterable[BlockKey]) -> None:
         """Undo `retain`; keys that are not retained are ignored."""
         for key in keys:
             if key in self._retained:
-                self._retained.remove(key)
-                slot = self.index[key]
-                self.policy.insert(key, slot.index)
+                del self._retained[key]
+                self.policy.insert(key, (slot := self.index[key]).index)
                 if slot.priority != PRIORITY:
                     self.policy.regrade(key)
 
@@ -433,8 +433,8 @@ class HostTier:
         table.check([*self._free, *self.in_use.unused], filling, ready)
         quarantined, pinned = table.states.count(QUARANTINED), sum(pins > 0 for pins in table.pins)
         assert (self.quarantined, self.pins.slots) == (quarantined, pinned), "slots are miscounted"
-        assert self._retained <= self.index.keys(), "a block is retained that is not here"
-        self.policy.check(ready.keys() - self._retained)
+        assert self._retained.keys() <= self.index.keys(), "a block is retained that is not here"
+        self.policy.check(ready.keys() - self._retained.keys())
         self._priorities.check(table.priorities[number] for number in ready.values())
         self.quota.check([key for key in table.keys if key is not None])
 
@@ -445,6 +445,6 @@ class HostTier:
         self._ended = self._ended or bool(self._table)
         self.quarantined = 0
         tables = self._table, self.index, self._filling, self._free, self._retained, self.policy
-        self._retained, self._priorities, self.policy = set(), Priorities(), NoOrder()
+        self._retained, self._priorities, self.policy = KeyMap(), Priorities(), NoOrder()
         self.refusals.table = self._lay_out(0)
         return tables
