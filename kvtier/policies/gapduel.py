@@ -142,7 +142,9 @@ class GapDuel(Ranking):
                 gaps[-1] = (stop, gap)
             else:
                 gaps.append((stop, gap))
-            if run.standing is not None:  # else it arrived before any reference named it
+            if taken and taken[-1][0] is run.standing:  # several runs of one stretch
+                taken[-1] = (taken[-1][0], taken[-1][1], stop)
+            elif run.standing is not None:  # else it arrived before any reference named it
                 taken.append((run.standing, depth, stop))
             depth, length = stop, run.length
         if known and known >= length - 1:  # the last request continued (its last block may have been partial)

@@ -20,7 +20,11 @@ SLACK = 64
 """Blocks taken by later requests that a run may still list, beyond as many as it has left."""
 
 COMPARED_MAX = 8192
-"""Blocks of a run that are compared one by one: 0.3 ms."""
+"""Depth of a chain up to which its blocks are compared with those of runs one by one: 0.3 ms."""
+
+RUN_BLOCKS = 2048
+"""Blocks of a run, at most, where these are a chain: one that grows or gives up a part is copied, 0.1 ms. Longer
+stretches of equal rank are several runs, one behind the other."""
 
 HERE, AWAY = 1, 2
 """A block of a run that is resident, and one that the policy need not order for now but that is to return."""
@@ -62,6 +66,12 @@ class Stretch:
         self.counts = counts
         self.gap_s = 0.0
         self.standing: Standing | None = None
+
+    def part(self, start: int, stop: int) -> Stretch:
+        """A part of it, of the same rank; for the shadows it is no part of its own."""
+        part = Stretch(start, stop, self.length, self.level, self.counts)
+        part.gap_s, part.standing = self.gap_s, self.standing
+        return part
 
 
 class Run(msgspec.Struct, gc=False, eq=False):
@@ -153,16 +163,18 @@ class Run(msgspec.Struct, gc=False, eq=False):
         return len(keys)
 
     def matching(self, keys: list[BlockKey], depth: int) -> int:
-        """How many blocks from keys[depth] on are the run's own and equal, given that the first is. Of more than
-        COMPARED_MAX only a few are compared: in chains, blocks that agree at one depth agree at all before it."""
+        """How many blocks from keys[depth] on are the run's own and equal, given that the first is. Of a long run that
+        goes on behind COMPARED_MAX only the last is compared: in chains, blocks that agree at one depth agree at all
+        before it. What may become another run's is compared whole, if these are no chains: a part of a run, and one
+        that is short enough to be taken together with others."""
         low, high = 1, min(self.end, len(keys)) - depth
-        first = 1 if high <= COMPARED_MAX else high - 1
+        whole = depth + high == self.end and high > RUN_BLOCKS // 2
+        first = high - 1 if whole and depth + high > COMPARED_MAX else 1
         if self._equal(keys, depth + first, depth + high):
             return high
         while high - low > 1:
             middle = (low + high) // 2
-            first = low if high - low <= COMPARED_MAX else middle - 1
-            if self._equal(keys, depth + first, depth + middle):
+            if self._equal(keys, depth + low, depth + middle):
                 low = middle
             else:
                 high = middle
@@ -271,6 +283,11 @@ class Run(msgspec.Struct, gc=False, eq=False):
         self.residents, self.away = self.here.count(HERE), self.here.count(AWAY)
         self.top = self.base + self.here.rfind(HERE) + 1
         self.priority = PRIORITY
+
+
+def runs_for(blocks: int) -> int:
+    """As many runs at most take so many blocks that are named step by step. Pure."""
+    return 2 * blocks // RUN_BLOCKS + 1 if blocks else 0
 
 
 def print_of(key: BlockKey) -> int:
