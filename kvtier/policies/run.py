@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from math import log2
-from struct import Struct as Layout
 
 import msgspec
 
@@ -35,7 +34,7 @@ Counts = Sequence[tuple[int, int]]
 ONCE: Counts = ((1, 1),)
 """Of a block alone, referenced once."""
 
-_PRINT = Layout("=I")
+_PRINT_BYTES = array("I").itemsize
 
 
 def level_of(references: int) -> int:
@@ -93,7 +92,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
     base: int
     tick: int
     last: Mono
-    prints: bytearray = msgspec.field(default_factory=bytearray)  # _PRINT of each
+    prints: bytearray = msgspec.field(default_factory=bytearray)  # _PRINT_BYTES each
     head: int = 0
     top: int = 0
     live: int = 0
@@ -128,7 +127,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
     @property
     def unnamed(self) -> int:
         """How many blocks have only prints."""
-        return len(self.prints) // _PRINT.size
+        return len(self.prints) // _PRINT_BYTES
 
     @property
     def named_end(self) -> int:
@@ -191,16 +190,15 @@ class Run(msgspec.Struct, gc=False, eq=False):
 
     def _prints_at(self, start: int, stop: int) -> bytearray:
         end = self.end
-        return self.prints[_PRINT.size * (end - stop) : _PRINT.size * (end - start)]
+        return self.prints[_PRINT_BYTES * (end - stop) : _PRINT_BYTES * (end - start)]
 
     def print_at(self, depth: int) -> int:
         """The print of a block that is not named."""
-        found: int = _PRINT.unpack_from(self.prints, _PRINT.size * (self.end - depth - 1))[0]
-        return found
+        return memoryview(self.prints).cast("I")[self.end - depth - 1]
 
     def forget_prints(self, blocks: int) -> None:
         """Forget the last so many blocks, which have no names."""
-        del self.prints[: _PRINT.size * blocks]
+        del self.prints[: _PRINT_BYTES * blocks]
 
     def places(self, keys: Sequence[BlockKey], depth: int, count: int) -> Sequence[int]:
         """Where in `blocks` these of its own are."""
@@ -224,7 +222,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
         count = stop - self.named_end
         self.blocks += tuple(keys[stop - count : stop])
         self.here += bytes(count)
-        del self.prints[len(self.prints) - _PRINT.size * count :]
+        del self.prints[len(self.prints) - _PRINT_BYTES * count :]
 
     def fade(self, blocks: int) -> tuple[BlockKey, ...]:
         """Of the last so many named blocks, none of them here, remember only the prints. Returns their names."""
@@ -242,7 +240,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
         self.blocks = self.blocks[named:]
         del self.here[:named]
         if blocks > named:
-            del self.prints[len(self.prints) - _PRINT.size * (blocks - named) :]
+            del self.prints[len(self.prints) - _PRINT_BYTES * (blocks - named) :]
         self.base += blocks
 
     def renew(
