@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Sequence
 
+from kvtier.identity.key_map import KeyMap
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.slices import slices
 
@@ -16,22 +16,22 @@ class Claims:
 
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
-        self._counts: Counter[BlockKey] = Counter()
+        self._counts = KeyMap[int]()
 
     def add(self, keys: Sequence[BlockKey]) -> None:
         """A put is to store these blocks: until `remove`, nobody else's failure ends their guarantees."""
         for part in slices(keys):
             with self._lock:
-                self._counts.update(part)
+                for key in part:
+                    self._counts[key] = self._counts.get(key, 0) + 1
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         """That put is over."""
         for part in slices(keys):
             with self._lock:
-                self._counts.subtract(part)
                 for key in part:
-                    if not self._counts[key]:
-                        del self._counts[key]
+                    if left := self._counts.pop(key, 1) - 1:
+                        self._counts[key] = left
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._counts

@@ -10,7 +10,7 @@ waits.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.admission import Admission
@@ -176,13 +176,17 @@ class Demoter:
                     self.admission.want(chain[index] for index in part)
             self.demote(chain, sorted(self.lacking(chain, indices)))
 
-    def promoted(self, chain: Sequence[BlockKey], hit: int, loaded: Mapping[int, str], *, counted: bool) -> None:
-        """A request was given the blocks before depth `hit`, and those `loaded` into G2, depth → tier, go to the
-        nearest tier where a deeper one had them. `counted`: the others were `found` before."""
+    def promoted(self, chain: Sequence[BlockKey], start: int, tiers: Sequence[str], *, counted: bool) -> None:
+        """A request was given the leading blocks of a chain; those from `start` on were found in these tiers, and go to
+        the nearest one below G2 where a deeper one had them. `counted`: those that were not there are `found`
+        already."""
         if self.admission.active:
-            self.found(chain, [index for index in range(hit) if index in loaded or not counted])
+            before = () if counted else range(start)
+            new = (index for index, tier in enumerate(tiers, start) if not counted or tier != self._host.name)
+            self.found(chain, [*before, *new])
         if self._nearest is not None:
-            self.demote(chain, sorted(index for index, tier in loaded.items() if tier != self._nearest.name))
+            near = (self._host.name, self._nearest.name)
+            self.demote(chain, [index for index, tier in enumerate(tiers, start) if tier not in near])
 
     def _admitted(self, chain: Sequence[BlockKey], slots: Sequence[Slot]) -> list[Slot]:
         """The slots that are worth a write; the pins of the rest are undone, and nobody waits for those."""

@@ -327,6 +327,11 @@ class Hierarchy:
         serve = self.now().serve
         return max(serve, min(self.clock.stamped, serve + FUTURE_S))
 
+    def latest(self) -> Wall:
+        """No block carries a later time, unless a clock stamped it that was given up while the block was on its way:
+        it is not published then. Takes the lock."""
+        return self.now().serve + FUTURE_S if self.clock.adopted else Wall("inf")
+
     async def accept_time(self) -> None:
         """`now` for the lower tiers; until then they serve nothing from the future. One that fails is asked again at
         the next call. G2 drops what `now` has refused."""

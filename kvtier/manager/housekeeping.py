@@ -19,6 +19,35 @@ from kvtier.tiers.host.pins import Hold
 from kvtier.times import Wall
 
 
+class _Uses:
+    """The latest uses of blocks, by slices of chains: where a chain is used again, most of its slices are the same, and
+    a table of slices does not get large. Used under the lock."""
+
+    def __init__(self) -> None:
+        self.blocks = 0  # in all slices; those of slices that overlap count in each
+        self._slices: dict[tuple[BlockKey, ...], Wall] = {}
+
+    def add(self, keys: Sequence[BlockKey], wall_s: Wall) -> None:
+        """The blocks of a slice were used."""
+        part = tuple(keys)
+        earlier = self._slices.pop(part, None)  # it becomes the latest
+        self._slices[part] = wall_s if earlier is None else max(earlier, wall_s)
+        self.blocks += len(part) if earlier is None else 0
+
+    def take(self, most: int) -> dict[Wall, list[BlockKey]]:
+        """Take out the latest uses, of at most so many blocks: these by time, each slice from its end on."""
+        by_time: dict[Wall, list[BlockKey]] = {}
+        while self._slices and most > 0:
+            part, wall_s = self._slices.popitem()
+            self.blocks -= len(part)
+            if len(part) > most:
+                self.add(part[:-most], wall_s)
+            taken = part[-most:]
+            by_time.setdefault(wall_s, []).extend(reversed(taken))
+            most -= len(taken)
+        return by_time
+
+
 class Housekeeping:
     """One manager's housekeeping. `run` is called on its loop; the other verbs are thread-safe and do not wait."""
 
@@ -28,7 +57,7 @@ class Housekeeping:
         self._purger = purger
         self._saved = saved
         self._capacities = Capacities(hierarchy)
-        self._used: dict[BlockKey, Wall] = {}  # a block's latest use that the tiers below do not know
+        self._uses = _Uses()  # that the tiers below do not know
         self._forgotten: deque[Sequence[Hold]] = deque()
         self._waited_s = 0.0  # since purges and pins of elsewhere were read
 
@@ -58,20 +87,17 @@ class Housekeeping:
             return
         for part in slices(keys):
             with self._hierarchy.lock:
-                if len(self._used) >= self._hierarchy.limits.touched_max:
+                if self._uses.blocks >= self._hierarchy.limits.touched_max:
                     return
-                self._used.update(dict.fromkeys(part, wall_s))
+                self._uses.add(part, wall_s)
 
     async def flush_uses(self) -> bool:
         """Renew used blocks in the tiers below, and their guarantees, in slices, the latest first: so a block never has
         a later use there than its parent. At each yield a use is here or with every tier. Whether there were any."""
-        any_used = bool(self._used)
-        while self._used:
-            by_time: dict[Wall, list[BlockKey]] = {}
+        any_used = bool(self._uses.blocks)
+        while self._uses.blocks:
             with self._hierarchy.lock:
-                for _ in range(min(MOVED_BLOCKS, len(self._used))):
-                    key, wall_s = self._used.popitem()
-                    by_time.setdefault(wall_s, []).append(key)
+                by_time = self._uses.take(MOVED_BLOCKS)
                 for wall_s, keys in by_time.items():
                     self._protection.used(keys, wall_s)
             for tier in self._hierarchy.lower.values():

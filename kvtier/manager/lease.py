@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
@@ -16,13 +16,11 @@ from kvtier.tiers.protocol import Miss
 class Promotion:
     """Consecutive blocks of a chain, pinned in G2 for the caller, who owes each of `holds` one unpin.
 
-    `found[i]`: the tier where block i of them was; `loaded`: depth → tier of those that were read into G2; `miss`: why
-    the chain is not served further, None if all of it is.
+    `found[i]`: the tier where block i of them was; `miss`: why the chain is not served further, None if all of it is.
     """
 
     holds: Sequence[Hold]
     found: Sequence[str]
-    loaded: Mapping[int, str]
     miss: Miss | None
 
 

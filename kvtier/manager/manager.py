@@ -203,7 +203,7 @@ class Manager:
         lease = Lease(promoted.holds, promoted.found, miss, self.release, self._housekeeping.forget)
         try:
             await aside(hit, lambda: self._housekeeping.record_use(chain[:hit], time.stamp))
-            await aside(hit, lambda: self.demoter.promoted(chain, hit, promoted.loaded, counted=referenced))
+            await aside(hit, lambda: self.demoter.promoted(chain, start, promoted.found, counted=referenced))
         except BaseException:
             lease.release()
             raise
@@ -307,10 +307,10 @@ class Manager:
         unless the caller will see to them `again`. `request_id`: the request whose account counts them.
         """
         self._usable()
-        published: list[Slot] = []
+        published, latest = list[Slot](), self.hierarchy.latest()
         for filled in slices(list(zip(slots, generations, strict=True)), MOVED_BLOCKS):
             with self.lock:
-                published += (part := self.host.commit_all(filled))
+                published += (part := self.host.commit_all(filled, latest))
                 self.host.tell(part)
                 self.host.pins.pin_all([slot.number for slot in part])  # nobody may evict it before it is queued
                 if self.protection.busy:

@@ -155,7 +155,6 @@ class Promoter:
         plan = await self.plan(where, start + self._host.capacity, self.costs())
         found: dict[int, LoadOutcome] = {}
         holds: list[Hold] = []
-        loaded: dict[int, str] = {}
         try:
             await self._pin_resident(chain, where, range(start, plan.hit), time, found)
             if not referenced:  # before the loads, so that the policy knows for which request it evicts
@@ -165,7 +164,7 @@ class Promoter:
             for first in range(start, plan.hit, SLICE_BLOCKS):
                 if first > start:
                     await asyncio.sleep(0)
-                if not self._take(range(first, min(first + SLICE_BLOCKS, plan.hit)), where, time, found, holds, loaded):
+                if not self._take(range(first, min(first + SLICE_BLOCKS, plan.hit)), where, time, found, holds):
                     break
         except BaseException:
             self._hierarchy.release(iter(holds))
@@ -179,7 +178,7 @@ class Promoter:
             outcome = found.get(hit, Miss.EVICTED)
             miss = outcome if isinstance(outcome, Miss) else Miss.EVICTED
         self._undo(found)
-        return Promotion(holds, where[start:hit], loaded, miss)
+        return Promotion(holds, where[start:hit], miss)
 
     async def _pin_resident(
         self,
@@ -207,7 +206,6 @@ class Promoter:
         time: Reading,
         found: dict[int, LoadOutcome],
         holds: list[Hold],
-        loaded: dict[int, str],
     ) -> bool:
         """Move pins from `found` to `holds`, up to the first block that was not had. Whether all were."""
         with self._lock:
@@ -218,7 +216,6 @@ class Promoter:
                 del found[index]
                 holds.append((slot, slot.generation))
                 if where[index] != self._host.name:
-                    loaded[index] = str(where[index])
                     slot.use(time.stamp)
         return True
 
@@ -404,7 +401,7 @@ class Promoter:
         except Exception as error:  # a tier's own failures are answers: this is ours, and costs a miss
             self._hierarchy.supervisor.failures.record(f"{tier.name} load", error, tier.breaker)
         finally:
-            outcomes, filled = dict[int, LoadOutcome](), list[Hold]()
+            outcomes, filled, latest = dict[int, LoadOutcome](), list[Hold](), self._hierarchy.latest()
             with self._lock:
                 for (index, slot), generation, result in zip(reserved, generations, results, strict=True):
                     self._under_way.pop(chain[index], None)
@@ -414,7 +411,7 @@ class Promoter:
                     else:
                         self._host.abort(slot, generation, in_flight=in_flight)
                         outcomes[index] = result
-                seen = self._host.commit_all(filled)
+                seen = self._host.commit_all(filled, latest)
                 self._host.pins.pin_all(numbers := {slot.number for slot in seen})
                 self._host.tell(seen)
             for index, slot in reserved:

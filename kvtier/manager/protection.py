@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvtier.identity.key_map import KeyMap
 from kvtier.identity.keys import BlockKey, Scope, tenant_of
 from kvtier.manager.claims import Claims
 from kvtier.manager.hierarchy import Hierarchy
@@ -60,7 +61,7 @@ class Protection:
         self.pins = Pins(0)
         self.guarantees = Guarantees(0, 1)
         self._sync = PinSync(hierarchy, self.pins)
-        self._terms: dict[BlockKey, _Guarantee] = {}
+        self._terms = KeyMap[_Guarantee]()
         self.claims = Claims(hierarchy.lock)
         self.retainer = Retainer(hierarchy, self.wanted, self._by_time)
         self._turn = asyncio.Lock()

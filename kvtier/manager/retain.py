@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from kvtier.identity.key_map import KeyMap
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.pin_sync import CALL_S, FAILURES
@@ -48,9 +49,9 @@ class Retainer:
         self._metered: Metered | None = None  # the same
         self._tier_name = ""
         self._most = 0
-        self._below: dict[BlockKey, Wall] = {}  # retained by the tier below, until when
-        self._to_retain: set[BlockKey] = set()  # to be retained there, if they are there
-        self._to_release: set[BlockKey] = set()
+        self._below = KeyMap[Wall]()  # retained by the tier below, until when
+        self._to_retain = KeyMap[None]()  # to be retained there, if they are there
+        self._to_release = KeyMap[None]()
         self.unheld = 0
         """Wanted blocks that G2 had no share left for: they may have left."""
 
@@ -104,21 +105,22 @@ class Retainer:
     def ask(self, keys: Iterable[BlockKey], until: Wall | None = None) -> None:
         """Have the tier below retain these blocks, unless it does `until` then or longer (None: anyway)."""
         if until is None:
-            self._to_retain.update(keys)
+            self._to_retain.set_all(keys, None)
         else:
-            self._to_retain.update(key for key in keys if self._below.get(key, _NEVER) < until)
+            self._to_retain.set_all((key for key in keys if self._below.get(key, _NEVER) < until), None)
 
     def stored(self, tier: str, keys: Iterable[BlockKey]) -> None:
         """These blocks are durable in `tier`."""
         if tier == self._tier_name:
-            self._to_retain.update(key for key in keys if key not in self._below and self._wanted(key))
+            wanted = (key for key in keys if key not in self._below and self._wanted(key))
+            self._to_retain.set_all(wanted, None)
 
     def release(self, key: BlockKey) -> None:
         """Nobody wants this block any more."""
         self._host.release_retained([key])
-        self._to_retain.discard(key)
+        self._to_retain.pop(key, None)
         if self._below.pop(key, None) is not None:
-            self._to_release.add(key)
+            self._to_release[key] = None
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -141,7 +143,7 @@ class Retainer:
             with self._lock:
                 gone = [key for key in part if key not in retained and self._below.pop(key, None) is not None]
                 self.retain(gone)
-                self._to_retain.update(gone)
+                self._to_retain.set_all(gone, None)
                 nowhere += [key for key in gone if key not in self._host.index]
             await asyncio.sleep(0)
         return nowhere
@@ -149,24 +151,24 @@ class Retainer:
     async def tell_below(self) -> None:
         """Have the tier below retain what is wanted, and release what is not. What fails is tried the next time."""
         with self._lock:
-            asked, self._to_retain = self._to_retain, set()
-            freed, self._to_release = self._to_release, set()
+            asked, self._to_retain = self._to_retain, KeyMap()
+            freed, self._to_release = self._to_release, KeyMap()
             if self._tier is None:
                 return
         try:
             for part in slices(list(freed), _ASKED_BLOCKS):
                 async with asyncio.timeout(CALL_S):
                     await self._tier.release_retained(part)
-                freed.difference_update(part)
+                freed.drop_all(part)
             for part in slices(list(asked), _ASKED_BLOCKS):
                 await self._ask_below(self._tier, part)
-                asked.difference_update(part)
+                asked.drop_all(part)
         except FAILURES as error:
             log.debug("%s retains nothing now: %s", self._tier_name, error)
         finally:
             with self._lock:
-                self._to_release |= freed
-                self._to_retain |= asked
+                self._to_release.set_all(freed, None)
+                self._to_retain.set_all(asked, None)
 
     async def _ask_below(self, tier: Retaining, keys: Sequence[BlockKey]) -> None:
         groups: dict[Times, list[BlockKey]] = {}

@@ -142,7 +142,9 @@ class GapDuel(Ranking):
                 gaps[-1] = (stop, gap)
             else:
                 gaps.append((stop, gap))
-            if run.standing is not None:  # else it arrived before any reference named it
+            if taken and taken[-1][0] is run.standing:  # several runs of one stretch
+                taken[-1] = (taken[-1][0], taken[-1][1], stop)
+            elif run.standing is not None:  # else it arrived before any reference named it
                 taken.append((run.standing, depth, stop))
             depth, length = stop, run.length
         if known and known >= length - 1:  # the last request continued (its last block may have been partial)
@@ -184,7 +186,7 @@ class GapDuel(Ranking):
         return rank < claim.last - self._theta * claim.gap_s + self._bonus_s * claim.level / 2
 
     def _needed_depth(self, run: Run) -> int:
-        return 0 if run.standing is None else max(run.standing.shadow_ends[:-1], default=0)
+        return 0 if run.standing is None else self._duel.held(run.standing)
 
 
 def _window(capacity: int) -> int:

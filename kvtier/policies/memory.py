@@ -10,7 +10,7 @@ from itertools import groupby
 from kvtier.identity.key_parts import KeyParts
 from kvtier.identity.keys import KEY_PARTS, BlockKey
 from kvtier.policies.parts import Part
-from kvtier.policies.run import AWAY, COMPARED_MAX, HERE, SLACK, Run, Stretch, print_of
+from kvtier.policies.run import AWAY, COMPARED_MAX, HERE, RUN_BLOCKS, SLACK, Run, Stretch, print_of, runs_for
 from kvtier.times import Mono
 
 ARRIVING_MAX = 256
@@ -94,8 +94,9 @@ class RunMemory(ABC):
         """The order of eviction loses a run."""
 
     @abstractmethod
-    def _list(self, run: Run) -> None:
-        """A run has a rank now: it gets its number, and a place in the order of eviction."""
+    def _list(self, run: Run, to_come: int = 0, before: Run | None = None) -> None:
+        """A run has a rank now: it gets its number, and a place in the order of eviction: right before another one, if
+        that was listed with so many runs `to_come`."""
 
     @abstractmethod
     def _regrade(self, run: Run) -> None:
@@ -134,7 +135,7 @@ class RunMemory(ABC):
             if run is None or depth != run.head or run.torn:
                 break
             count = len(run.blocks)
-            whole = not run.prints and depth == run.base and count <= COMPARED_MAX
+            whole = not run.prints and depth == run.base and depth + count <= COMPARED_MAX
             if not whole or run.blocks != tuple(chain[depth : depth + count]):
                 if not run.has_at(chain[depth], depth):
                     break
@@ -159,7 +160,7 @@ class RunMemory(ABC):
 
     def _forget_prints(self, run: Run, blocks: int) -> None:
         """Forget the last so many blocks, which have no names."""
-        del run.prints[:blocks]
+        run.forget_prints(blocks)
         run.live -= blocks
         self._known -= blocks
         if not run.live:
@@ -224,8 +225,11 @@ class RunMemory(ABC):
             more = keys[reached : reached + NAMED_AT_ONCE]
             if len(set(more)) < len(more) or any(key in parts[key[-1]] for key in more):
                 return
-            run = self._extend(run, more, reached, tick, rank)
+            run = self._extend(run, more, reached, tick, rank, runs_for(len(keys) - reached))
             reached += len(more)
+        for part, _, _ in reversed(self._walk(keys)[0]):  # the deepest is forgotten first
+            if part is not None:
+                self._history.move_to_end(part.ident)
 
     def _ends_at(self, run: Run | None, depth: int, tick: int) -> bool:
         """Whether a run is still a request's, whole up to this depth."""
@@ -233,13 +237,16 @@ class RunMemory(ABC):
             return False
         return (run.tick, run.end, run.named_end) == (tick, depth, depth)
 
-    def _extend(self, run: Run | None, more: list[BlockKey], depth: int, tick: int, rank: Stretch) -> Run:
-        """Name blocks from `depth` on, where `run` ends; None: in a new one of this rank. Returns it."""
-        if run is None:
-            run = Run(more, bytearray(len(more)), depth, tick, self._mono_s)
-            run.take_rank(rank, tick, self._mono_s)
+    def _extend(self, run: Run | None, more: list[BlockKey], depth: int, tick: int, rank: Stretch, to_come: int) -> Run:
+        """Name blocks from `depth` on, where `run` ends; None: in a new one of this rank. One that would get too long
+        goes on as another. Returns the run that has them. At most so many runs are `to_come`."""
+        if run is None or len(run.blocks) + len(more) > RUN_BLOCKS:
+            before, last = run, self._mono_s if run is None else run.last
+            run = Run(tuple(more), bytearray(len(more)), depth, tick, last)
+            run.take_rank(rank, tick, last)
+            run.standing = None if before is None else before.standing
             self._enrol(run)
-            self._list(run)
+            self._list(run, to_come, before)
         else:
             run.blocks += tuple(more)
             run.here += bytes(len(more))
@@ -319,9 +326,9 @@ class RunMemory(ABC):
             run.torn = True
             for place in run.places(keys, depth, count):
                 run.here[place] = 0
-            self._known -= len(run.prints)  # nobody would find them
-            run.live -= len(run.prints)
-            del run.prints[:]
+            self._known -= run.unnamed  # nobody would find them
+            run.live -= run.unnamed
+            run.forget_prints(run.unnamed)
 
     def _settle(self, run: Run) -> None:
         """All that a request takes out of `run` was taken."""
@@ -388,7 +395,7 @@ class RunMemory(ABC):
         history, named = self._history.values(), Counter(run.ident for run in runs.values())
         assert sum(run.live for run in history) == self._known, "remembered blocks are miscounted"
         for run in history:
-            listed = named[run.ident] + len(run.prints) - max(0, run.head - run.named_end)
+            listed = named[run.ident] + run.unnamed - max(0, run.head - run.named_end)
             assert run.live and run.live == listed, "a run counts wrong"
             assert run.top <= run.named_end, "a block without a name counts as resident"
             assert run.torn or run.head + run.live == run.end, "a chain with a hole"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from kvtier.identity.keys import BlockKey
-from kvtier.policies.run import Counts, Run, Stretch, level_of
+from kvtier.policies.run import RUN_BLOCKS, Counts, Run, Stretch, level_of
 
 Part = tuple[Run | None, int, int]
 """Blocks of a request that were in one run, or unknown: (run, depth, count)."""
@@ -30,6 +30,19 @@ def runs_kept(old: list[Part], stretches: list[Stretch]) -> dict[int, tuple[Run,
         if best not in kept or most > kept[best][2] - kept[best][1]:
             kept[best] = (run, max(stretches[best].start, depth), min(stretches[best].stop, end))
     return kept
+
+
+def bounded(stretches: list[Stretch], old: list[Part]) -> list[Stretch]:
+    """The stretches; one that is longer than a run may be is cut where its parts begin. Pure."""
+    cut: list[Stretch] = []
+    for stretch in stretches:
+        start = stretch.start
+        for _, depth, count in old if stretch.stop - start > RUN_BLOCKS else ():
+            if start < depth < stretch.stop and min(depth + count, stretch.stop) - start > RUN_BLOCKS:
+                cut.append(stretch.part(start, depth))
+                start = depth
+        cut.append(stretch.part(start, stretch.stop) if start > stretch.start else stretch)
+    return cut
 
 
 def residence(old: list[Part], keys: list[BlockKey], chained: bool) -> bytearray:

@@ -6,6 +6,8 @@ from array import array
 from collections.abc import Sequence
 from math import log2
 
+import msgspec
+
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.retention.terms import PRIORITY
 from kvtier.times import Mono
@@ -17,7 +19,11 @@ SLACK = 64
 """Blocks taken by later requests that a run may still list, beyond as many as it has left."""
 
 COMPARED_MAX = 8192
-"""Blocks of a run that are compared one by one: 0.3 ms."""
+"""Depth of a chain up to which its blocks are compared with those of runs one by one: 0.3 ms."""
+
+RUN_BLOCKS = 2048
+"""Blocks of a run, at most, where these are a chain: one that grows or gives up a part is copied, 0.1 ms. Longer
+stretches of equal rank are several runs, one behind the other."""
 
 HERE, AWAY = 1, 2
 """A block of a run that is resident, and one that the policy need not order for now but that is to return."""
@@ -28,8 +34,7 @@ Counts = Sequence[tuple[int, int]]
 ONCE: Counts = ((1, 1),)
 """Of a block alone, referenced once."""
 
-
-_NO_ENDS = array("I")
+_PRINT_BYTES = array("I").itemsize
 
 
 def level_of(references: int) -> int:
@@ -37,16 +42,14 @@ def level_of(references: int) -> int:
     return min(LEVELS - 1, int(2 * log2(references) + 1e-9))
 
 
-class Standing:
-    """A run as one request left it, for the shadow caches: its rank then, and how much of it each of them holds."""
+class Standing(msgspec.Struct, gc=False, eq=False):
+    """A run as one request left it, for the shadow caches: its rank then, and the depth where it begins now in those;
+    -1: none of them has seen it. Refers to no other of its kind: the garbage collector need not look at it."""
 
-    __slots__ = ("gap_s", "last", "level", "shadow_ends")
-
-    def __init__(self, level: int, last: Mono, gap_s: float) -> None:
-        self.level = level
-        self.last = last
-        self.gap_s = gap_s
-        self.shadow_ends = _NO_ENDS  # depth up to which each shadow holds it, and last where it begins
+    level: int
+    last: Mono
+    gap_s: float
+    base: int = -1
 
 
 class Stretch:
@@ -63,8 +66,14 @@ class Stretch:
         self.gap_s = 0.0
         self.standing: Standing | None = None
 
+    def part(self, start: int, stop: int) -> Stretch:
+        """A part of it, of the same rank; for the shadows it is no part of its own."""
+        part = Stretch(start, stop, self.length, self.level, self.counts)
+        part.gap_s, part.standing = self.gap_s, self.standing
+        return part
 
-class Run:
+
+class Run(msgspec.Struct, gc=False, eq=False):
     """Blocks of one chain, head first, that were last referenced by the same request and have equal rank.
 
     `blocks` are named: `blocks[0]` lies at depth `base`, and `here[i]` says whether `blocks[i]` is resident and the
@@ -74,36 +83,51 @@ class Run:
     and none is resident from depth `top` on. `torn`: the run has lost blocks behind one of its own, so these keys are
     no chains; it has no prints. Runs are numbered in the order in which they were referenced, the tail of a chain
     first; `ident` stays. `grade` is where the run waits to give up its deepest resident, -1: nowhere. While the owner
-    has suspended that block, `suspended` names it. `transits`: some of it may be at the eviction end.
+    has suspended that block, `suspended` names it. `transits`: some of it may be at the eviction end. A million
+    blocks are some 50,000 of these, which refer to none of their kind: the garbage collector does not look at them.
     """
 
-    __slots__ = ("away", "base", "blocks", "counts", "fading", "gap_s", "grade", "head", "here", "ident", "last",
-                 "length", "level", "live", "mark", "named_at", "number", "prints", "priority", "residents", "scope",
-                 "standing", "suspended", "tick", "top", "torn", "transits")  # fmt: skip
+    blocks: tuple[BlockKey, ...]
+    here: bytearray
+    base: int
+    tick: int
+    last: Mono
+    prints: bytearray = msgspec.field(default_factory=bytearray)  # _PRINT_BYTES each
+    head: int = 0
+    top: int = 0
+    live: int = 0
+    residents: int = 0
+    away: int = 0
+    ident: int = 0
+    number: int = 0
+    named_at: int = 0
+    level: int = 0
+    length: int = 0
+    grade: int = -1
+    priority: int = PRIORITY  # of its deepest resident
+    scope: Scope | None = None  # where the order is kept by scope, too
+    suspended: BlockKey | None = None
+    counts: Counts = ()
+    gap_s: float = 0.0  # between the last two references, as far as known
+    standing: Standing | None = None
+    mark: int | None = None  # print by which the memory finds it
+    torn: bool = False
+    transits: bool = False
+    fading: bool = False
 
-    def __init__(self, blocks: Sequence[BlockKey], here: bytearray, base: int, tick: int, last: Mono) -> None:
-        self.blocks = tuple(blocks)
-        self.here = here
-        self.prints = array("I")
-        self.base = self.head = self.top = base
-        self.tick = tick
-        self.last = last
-        self.live = len(blocks)
-        self.residents = self.away = self.ident = self.number = self.named_at = self.level = self.length = 0
-        self.grade = -1
-        self.priority = PRIORITY  # of its deepest resident
-        self.scope: Scope | None = None  # where the order is kept by scope, too
-        self.suspended: BlockKey | None = None
-        self.counts: Counts = ()
-        self.gap_s = 0.0  # between the last two references, as far as known
-        self.standing: Standing | None = None
-        self.mark: int | None = None  # print by which the memory finds it
-        self.torn = self.transits = self.fading = False
+    def __post_init__(self) -> None:
+        self.head = self.top = self.base
+        self.live = len(self.blocks)
 
     @property
     def end(self) -> int:
         """The depth behind its last block."""
-        return self.base + len(self.blocks) + len(self.prints)
+        return self.base + len(self.blocks) + self.unnamed
+
+    @property
+    def unnamed(self) -> int:
+        """How many blocks have only prints."""
+        return len(self.prints) // _PRINT_BYTES
 
     @property
     def named_end(self) -> int:
@@ -126,7 +150,7 @@ class Run:
     def has_at(self, key: BlockKey, depth: int) -> bool:
         """Whether this is the block that the run lists at `depth`."""
         place = depth - self.base
-        if not 0 <= place < len(self.blocks) + len(self.prints):
+        if not 0 <= place < len(self.blocks) + self.unnamed:
             return False
         return self.blocks[place] == key if place < len(self.blocks) else self.print_at(depth) == print_of(key)
 
@@ -138,16 +162,18 @@ class Run:
         return len(keys)
 
     def matching(self, keys: list[BlockKey], depth: int) -> int:
-        """How many blocks from keys[depth] on are the run's own and equal, given that the first is. Of more than
-        COMPARED_MAX only a few are compared: in chains, blocks that agree at one depth agree at all before it."""
+        """How many blocks from keys[depth] on are the run's own and equal, given that the first is. Of a long run that
+        goes on behind COMPARED_MAX only the last is compared: in chains, blocks that agree at one depth agree at all
+        before it. What may become another run's is compared whole, if these are no chains: a part of a run, and one
+        that is short enough to be taken together with others."""
         low, high = 1, min(self.end, len(keys)) - depth
-        first = 1 if high <= COMPARED_MAX else high - 1
+        whole = depth + high == self.end and high > RUN_BLOCKS // 2
+        first = high - 1 if whole and depth + high > COMPARED_MAX else 1
         if self._equal(keys, depth + first, depth + high):
             return high
         while high - low > 1:
             middle = (low + high) // 2
-            first = low if high - low <= COMPARED_MAX else middle - 1
-            if self._equal(keys, depth + first, depth + middle):
+            if self._equal(keys, depth + low, depth + middle):
                 low = middle
             else:
                 high = middle
@@ -162,13 +188,17 @@ class Run:
             start = named
         return start >= stop or self._prints_at(start, stop) == prints_of(keys[start:stop])
 
-    def _prints_at(self, start: int, stop: int) -> array[int]:
+    def _prints_at(self, start: int, stop: int) -> bytearray:
         end = self.end
-        return self.prints[end - stop : end - start]
+        return self.prints[_PRINT_BYTES * (end - stop) : _PRINT_BYTES * (end - start)]
 
     def print_at(self, depth: int) -> int:
         """The print of a block that is not named."""
-        return self.prints[self.end - depth - 1]
+        return memoryview(self.prints).cast("I")[self.end - depth - 1]
+
+    def forget_prints(self, blocks: int) -> None:
+        """Forget the last so many blocks, which have no names."""
+        del self.prints[: _PRINT_BYTES * blocks]
 
     def places(self, keys: Sequence[BlockKey], depth: int, count: int) -> Sequence[int]:
         """Where in `blocks` these of its own are."""
@@ -192,7 +222,7 @@ class Run:
         count = stop - self.named_end
         self.blocks += tuple(keys[stop - count : stop])
         self.here += bytes(count)
-        del self.prints[len(self.prints) - count :]
+        del self.prints[len(self.prints) - _PRINT_BYTES * count :]
 
     def fade(self, blocks: int) -> tuple[BlockKey, ...]:
         """Of the last so many named blocks, none of them here, remember only the prints. Returns their names."""
@@ -210,7 +240,7 @@ class Run:
         self.blocks = self.blocks[named:]
         del self.here[:named]
         if blocks > named:
-            del self.prints[len(self.prints) - (blocks - named) :]
+            del self.prints[len(self.prints) - _PRINT_BYTES * (blocks - named) :]
         self.base += blocks
 
     def renew(
@@ -253,6 +283,11 @@ class Run:
         self.priority = PRIORITY
 
 
+def runs_for(blocks: int) -> int:
+    """As many runs at most take so many blocks that are named step by step. Pure."""
+    return 2 * blocks // RUN_BLOCKS + 1 if blocks else 0
+
+
 def print_of(key: BlockKey) -> int:
     """What is remembered of a block that has no name. Where 40,000 requests are remembered, one in 100,000 new ones
     begins with a block that has the print of a known one's first; then that block counts as remembered, and no other:
@@ -260,6 +295,6 @@ def print_of(key: BlockKey) -> int:
     return hash(key) & 0xFFFF_FFFF
 
 
-def prints_of(keys: Sequence[BlockKey]) -> array[int]:
+def prints_of(keys: Sequence[BlockKey]) -> bytes:
     """The prints of these blocks, the last first."""
-    return array("I", [hash(key) & 0xFFFF_FFFF for key in reversed(keys)])
+    return array("I", [hash(key) & 0xFFFF_FFFF for key in reversed(keys)]).tobytes()

@@ -21,8 +21,8 @@ from math import inf
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
 from kvtier.policies.memory import ARRIVING_MAX, FADED_AT_ONCE, NAMED_AT_ONCE, RunMemory
 from kvtier.policies.order import RunOrder
-from kvtier.policies.parts import Part, residence, runs_kept
-from kvtier.policies.run import AWAY, HERE, LEVELS, ONCE, Run, Stretch
+from kvtier.policies.parts import Part, bounded, residence, runs_kept
+from kvtier.policies.run import AWAY, HERE, LEVELS, ONCE, Run, Stretch, runs_for
 from kvtier.retention.terms import PRIORITY, PRIORITY_MAX
 from kvtier.times import Mono
 
@@ -37,7 +37,6 @@ MEMORY_MIN = 16384
 
 MEMORY_PER_BLOCK = 4
 """Blocks remembered per block of capacity."""
-
 
 PASSING_MAX = 65536
 """Bounds the newcomers that were given a slot, will pass through, and have not arrived."""
@@ -90,7 +89,7 @@ class Ranking(RunMemory):
         named = min(len(keys), start + NAMED_AT_ONCE) if unknown is None and chained else len(keys)
         known = len(old) > 1 or unknown is not None
         here = residence(old, keys, chained) if known else bytearray(named)
-        stretches = self._cut(keys, [(run, count) for run, _, count in old], mono_s)
+        stretches = bounded(self._cut(keys, [(run, count) for run, _, count in old], mono_s), old)
         kept = runs_kept(old, stretches) if known and chained else {}
         last = self._take(stretches[-1], kept.get(len(stretches) - 1), keys, here, named)
         for number in range(len(stretches) - 2, -1, -1):  # tail first: the head is the warmest of its level
@@ -333,8 +332,7 @@ class Ranking(RunMemory):
         its blocks are `named` now."""
         start, stop = stretch.start, min(stretch.stop, named)
         if kept is None:
-            mine = keys[start:stop]
-            run = Run(mine, here[start:stop], start, self._tick, self._mono_s)
+            run = Run(tuple(keys[start:stop]), here[start:stop], start, self._tick, self._mono_s)
             self._enrol(run)
         else:
             run, first, last = kept
@@ -347,12 +345,13 @@ class Ranking(RunMemory):
             self._history.move_to_end(run.ident)
             self._mark(run)
         run.take_rank(stretch, self._tick, self._mono_s)
-        self._list(run)
+        self._list(run, runs_for(stretch.stop - stop))
         return run
 
-    def _list(self, run: Run) -> None:
-        self._number += 1
-        run.number = run.named_at = self._number
+    def _list(self, run: Run, to_come: int = 0, before: Run | None = None) -> None:
+        self._number += 0 if before is not None else 1 + to_come
+        run.number = self._number if before is None else before.number - 1
+        run.named_at = self._number
         if self._graded and run.residents:
             run.priority = self._priority_of(run.leaf())
         if self._scoped:
@@ -407,7 +406,7 @@ class Ranking(RunMemory):
     def _unreferenced(self, key: BlockKey) -> Run:
         """A block of which no reference is remembered counts as referenced now, alone."""
         self._tick += 1
-        run = Run([key], bytearray(1), 0, self._tick, self._mono_s)
+        run = Run((key,), bytearray(1), 0, self._tick, self._mono_s)
         run.counts = ONCE
         self._enrol(run)
         self._known += 1

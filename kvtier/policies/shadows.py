@@ -7,7 +7,6 @@ runs are.
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -35,14 +34,15 @@ class ChainReference:
 
 
 class Shadow:
-    """One rule's cache of `capacity` blocks. `number` is its place in every run's `shadow_ends`."""
+    """One rule's cache of `capacity` blocks. `number` is its rule's."""
 
     def __init__(self, number: int, capacity: int, rule: Rule) -> None:
         self.number = number
         self.capacity = capacity
         self.beta, self.theta = rule
         self.used_blocks = 0
-        self._levels: list[OrderedDict[Standing, None]] = [OrderedDict() for _ in range(LEVELS)]
+        # Depths up to which runs are held, by level, the coldest first; those of which nothing is held have none.
+        self._levels: list[OrderedDict[Standing, int]] = [OrderedDict() for _ in range(LEVELS)]
         self._top_level = 0
 
     def resize(self, capacity: int) -> Iterator[None]:
@@ -56,11 +56,11 @@ class Shadow:
     def replay(self, ref: ChainReference, bases: list[int]) -> Generator[None, None, int]:
         """Replay one request, in steps; returns the blocks hit: its longest resident prefix.
 
-        `bases[i]`: where ref.old[i] began before this request; the last of its `shadow_ends` says where it begins now.
+        `bases[i]`: where ref.old[i] began before this request; its `base` says where it begins now.
         """
-        number, levels, hit = self.number, self._levels, 0
+        levels, hit = self._levels, 0
         for (run, start, stop), base in zip(ref.old, bases, strict=True):
-            held = run.shadow_ends[number]
+            held = levels[run.level].get(run, 0)
             if held <= base:
                 continue
             here = min(held, stop)
@@ -73,8 +73,7 @@ class Shadow:
         end = yield from self._admit(ref, hit)
         for run, start, stop in reversed(ref.new):  # tail first, as in the real order
             if end > start:
-                run.shadow_ends[number] = min(end, stop)
-                levels[run.level][run] = None
+                levels[run.level][run] = min(end, stop)
                 if run.level > self._top_level:
                     self._top_level = run.level
         return hit
@@ -110,17 +109,23 @@ class Shadow:
                     coldest, rank = run, own
         if coldest is None:
             return 0
-        ends, base = coldest.shadow_ends, coldest.shadow_ends[-1]
-        count = min(wanted, ends[self.number] - base)
-        ends[self.number] -= count
+        level = self._levels[coldest.level]
+        held = level[coldest] - coldest.base
+        count = min(wanted, held)
         self.used_blocks -= count
-        if ends[self.number] == base:
-            del self._levels[coldest.level][coldest]
+        if count == held:
+            del level[coldest]
+        else:
+            level[coldest] -= count
         return count
+
+    def held(self, run: Standing) -> int:
+        """The depth up to which a run is held, 0: it is not."""
+        return self._levels[run.level].get(run, 0)
 
     def check(self) -> None:
         """Assert that `used_blocks` is what the runs say, and within the capacity. O(runs)."""
-        held = [run.shadow_ends[self.number] - run.shadow_ends[-1] for level in self._levels for run in level]
+        held = [stop - run.base for level in self._levels for run, stop in level.items()]
         assert sum(held) == self.used_blocks <= self.capacity, f"shadow {self.number} counts {self.used_blocks} blocks"
         assert all(count > 0 for count in held), "an empty run is listed"
 
@@ -157,13 +162,12 @@ class Duel:
     def train(self, ref: ChainReference) -> Iterator[None]:
         """Replay one request in every shadow, then choose the rule in force. In steps, each of at most EVICTED_AT_ONCE
         evictions in one shadow; a request is replayed to its end before the next."""
-        # shadow_ends: the depth up to which each shadow holds the run, and last the depth where the run begins.
         for run, start, _ in ref.new:
-            run.shadow_ends = array("I", [start]) * (len(self.shadows) + 1)
-        ref.old = [part for part in ref.old if part[0].shadow_ends]  # else it arrived before any reference named it
-        bases = [run.shadow_ends[-1] for run, _, _ in ref.old]
+            run.base = start
+        ref.old = [part for part in ref.old if part[0].base >= 0]  # else it arrived before any reference named it
+        bases = [run.base for run, _, _ in ref.old]
         for run, _, stop in ref.old:
-            run.shadow_ends[-1] = stop
+            run.base = stop
         fade = exp(-ref.blocks / self._window)
         for shadow in self.shadows:
             hits = yield from shadow.replay(ref, bases)
@@ -184,6 +188,10 @@ class Duel:
             self.lead = min(self.lead * LEAD_GROWTH, LEAD_MAX) if false_alarm else max(LEAD, self.lead / LEAD_GROWTH)
         self.best = leader
         self.switches += 1
+
+    def held(self, run: Standing) -> int:
+        """The depth up to which some shadow holds a run, 0: none does."""
+        return max([shadow.held(run) for shadow in self.shadows], default=0)
 
     def check(self) -> None:
         for shadow in self.shadows:

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from kvtier.errors import InvalidRequest
+from kvtier.identity.key_map import KeyMap
 from kvtier.identity.keys import BlockKey
 from kvtier.times import Wall
 
@@ -22,10 +23,10 @@ class Guarantees:
 
     def __init__(self, limit_bytes: int, block_bytes: int) -> None:
         self.limit_blocks = limit_bytes // block_bytes
-        self._until: dict[BlockKey, Wall] = {}
+        self._until = KeyMap[Wall]()
         self._due: list[Wall] = []  # heap of the times of `_at`, and of some that are empty by now
         self._at: dict[Wall, OrderedDict[BlockKey, None]] = {}  # blocks by when they are looked at: never too late
-        self._queued: dict[BlockKey, Wall] = {}  # when each block is looked at
+        self._queued = KeyMap[Wall]()  # when each block is looked at
         self._admitted = 0  # blocks that are still to be adopted
         self.refused = 0
 

@@ -16,6 +16,7 @@ import msgspec
 
 from kvtier.checksum import DIGEST_BYTES, digest_of
 from kvtier.errors import CorruptError, InvalidRequest
+from kvtier.identity.key_map import KeyMap
 from kvtier.identity.keys import KEY_BYTES, BlockKey, Scope, tenant_of
 from kvtier.times import Wall
 
@@ -92,7 +93,7 @@ class Pins:
         self._pins: dict[str, Pin] = {}
         self._numbers: dict[str, int] = {}  # of each pin, never given twice
         self._until: dict[int, Wall] = {}  # number → end, of pins that have not ended
-        self._naming: dict[BlockKey, tuple[int, ...]] = {}  # numbers of the pins that cover a block
+        self._naming = KeyMap[tuple[int, ...]]()  # numbers of the pins that cover a block
         self._ended: deque[tuple[int, Sequence[BlockKey], int]] = deque()  # number, chain, blocks of it still covered
         self._count = 0
 
@@ -139,9 +140,9 @@ class Pins:
             return
         naming, alone = self._naming, (number,)
         for key in keys:
-            others = naming.setdefault(key, alone)
+            others = naming.get(key, ())
             if number not in others:
-                naming[key] = (*others, number)
+                naming[key] = (*others, number) if others else alone
 
     def adopt(self, pin: Pin) -> None:
         """`enter` and `cover`."""

@@ -94,7 +94,7 @@ async def settled(cache: Cache) -> None:
     for _ in range(200):
         await cache.flush(1.0)
         with manager.lock:
-            quiet = not (manager.host.pins.slots or manager.host._filling or manager.host.quarantined)
+            quiet = not (manager.host.pins.slots or manager.host.filling() or manager.host.quarantined)
         if quiet and not manager.promoter.overdue:
             break
         await asyncio.sleep(0.01)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
+from math import exp
 
 import pytest
 
 from kvtier.identity.keys import BlockKey
-from kvtier.policies import memory, runs
+from kvtier.policies import memory, run, runs
 from kvtier.policies.memory import ARRIVING_MAX, FADED_AT_ONCE, NAMED_AT_ONCE
 from kvtier.policies.policy import POLICIES, make_policy
-from kvtier.policies.run import COMPARED_MAX, Run
+from kvtier.policies.run import COMPARED_MAX, RUN_BLOCKS, Run
 from kvtier.policies.runs import Ranking
 from kvtier.times import Mono
 
@@ -45,7 +47,7 @@ def test_a_long_chain_is_renewed_at_once(name: str) -> None:
 @pytest.mark.parametrize("blocks", [1, 2, 9, COMPARED_MAX, COMPARED_MAX + 1, 3 * COMPARED_MAX + 5])
 def test_a_run_agrees_up_to_where_a_chain_turns_off(blocks: int) -> None:
     chain, other = chain_of(0, blocks), chain_of(1, blocks)
-    run = Run(chain[2:] or chain, bytearray(blocks), 2 if blocks > 2 else 0, 1, Mono(0))
+    run = Run(tuple(chain[2:] or chain), bytearray(blocks), 2 if blocks > 2 else 0, 1, Mono(0))
     for agreed in {run.base + 1, blocks // 2, blocks - 1, blocks}:
         if agreed > run.base:
             assert run.matching(chain[:agreed] + other[agreed:], run.base) == agreed - run.base
@@ -312,3 +314,85 @@ def test_a_chain_longer_than_the_memory_costs_no_step_per_block_and_run() -> Non
     policy._forget(40_000)
     assert policy._known == 5000 and lists < 10
     policy.check(set())
+
+
+def test_the_garbage_collector_does_not_look_at_what_is_remembered() -> None:
+    """A full collection stops every thread of the engine: 200 ms where it goes over a million blocks' requests."""
+    policy, resident = make_policy("gapduel", 4000), set[BlockKey]()
+    request(policy, 0, resident)
+    gc.collect()
+    before, requests = len(gc.get_objects()), 3 * ARRIVING_MAX
+    for number in range(1, requests):
+        chain = request(policy, number, resident, blocks=6)
+        for key in chain if number % 2 else ():  # of every other one only prints are left
+            policy.remove(key)
+            resident.remove(key)
+    policy.train()
+    gc.collect()
+    assert len(gc.get_objects()) - before < requests / 4
+    policy.check(resident)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_long_chain_is_several_runs_that_give_up_their_blocks_from_the_end(name: str) -> None:
+    """What grows or gives up a part is copied: of a run of 100,000 blocks that took milliseconds, in each step."""
+    blocks = 3 * RUN_BLOCKS + 700
+    policy, chain, resident = make_policy(name, 2 * blocks), chain_of(0, blocks), set[BlockKey]()
+    early = request(policy, 1, resident)
+    for number in range(3):  # new, as it was, and with some more
+        policy.reference(chain[: blocks - 100] if number < 2 else chain, len(resident) - len(early), Mono(2 + number))
+        assert max(run.end - run.base for run in policy._history.values()) <= RUN_BLOCKS
+        assert len(policy._history) <= blocks // RUN_BLOCKS + 3
+        reached = blocks - 100 if number < 2 else blocks
+        for depth in range(len(resident) - len(early), reached):
+            policy.insert(chain[depth], depth)
+        resident.update(chain[:reached])
+        policy.train()
+        policy.check(resident)
+    gone = [key for _ in range(len(resident)) for key in policy.evict((None,), lambda _: True)]
+    assert gone == early[::-1] + chain[::-1]
+    policy.check(set())
+
+
+def test_a_branch_of_a_long_chain_gives_few_blocks_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks before it got another run in one hold of the lock: 20 ms behind 60,000."""
+    blocks, turn, labelled = 3 * RUN_BLOCKS, 2 * RUN_BLOCKS + 900, list[int]()
+    policy, chain = make_policy("gapduel", 2 * blocks), chain_of(0, blocks)
+    assert isinstance(policy, Ranking)
+    policy.reference(chain, 0, Mono(0))
+    policy.insert_all(chain, range(blocks))
+    label = policy._label
+    monkeypatch.setattr(policy, "_label", lambda keys, run: (labelled.append(len(keys)), label(keys, run)))
+    next(policy.reference_steps(chain[:turn] + chain_of(1, 50), turn, Mono(1)), None)
+    assert sum(labelled) <= RUN_BLOCKS
+    policy.check({*chain})
+
+
+def test_a_long_chain_counts_as_a_whole_in_the_shadows() -> None:
+    blocks = 3 * RUN_BLOCKS
+    policy, chain = make_policy("gapduel", 2 * blocks), chain_of(0, blocks)
+    policy.reference(chain, 0, Mono(0))
+    policy.insert_all(chain, range(blocks))
+    for mono_s, end in ((1, blocks), (2, blocks - 500), (3, blocks)):
+        before = policy.stats()["score_0"]
+        policy.reference(chain[:end], blocks, Mono(mono_s))
+        policy.train()
+        fade = exp(-end / (10 * blocks))  # the window is five references per block of capacity
+        assert policy.stats()["score_0"] == pytest.approx(before * fade + (end if mono_s < 3 else blocks))
+    policy.check({*chain})
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_keys_that_are_no_chains_and_agree_at_the_ends_are_told_apart(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a long run only its end is compared: what a request takes of it may be others' blocks, which nobody has."""
+    for module in (memory, run):
+        monkeypatch.setattr(module, "COMPARED_MAX", 2)
+    policy, chain, other = make_policy(name, 100), chain_of(0, 40), chain_of(1, 40)
+    policy.reference(chain, 0, Mono(0))
+    policy.insert_all(chain, range(40))
+    policy.reference(chain[:1] + other[1:19] + chain[19:20] + other[20:], 1, Mono(1))
+    policy.check({*chain})
+    gone = [key for _ in range(40) for key in policy.evict((None,), lambda _: True)]
+    assert sorted(gone) == sorted(chain)

@@ -10,6 +10,7 @@ import pytest
 
 import kvtier
 from kvtier.errors import CorruptError
+from kvtier.retention.terms import BUILTIN
 from kvtier.retention.trusted_clock import (
     SETTLE_S,
     Anchor,
@@ -21,6 +22,7 @@ from kvtier.retention.trusted_clock import (
     encode_stamp,
 )  # fmt: skip
 from kvtier.testing import VirtualClock, chain_of, payloads_of
+from kvtier.tiers.host.slot import copy_in
 from tests.retention.support.requests import BLOCK, NS, served
 
 DAY = 86_400.0
@@ -140,6 +142,33 @@ def test_what_a_wrong_clock_stamped_does_not_come_back_later(tmp_path: Path) -> 
         cache._run(cache.manager.hierarchy.accept_time())
         clock.advance(10 * DAY)
         assert served(cache, KEYS) == 0
+
+
+def accept_time_of(cache: kvtier.Cache, clock: VirtualClock, days: int) -> None:
+    """The wall clock is set, and the cache accepts that."""
+    clock.jump_wall(days * DAY)
+    cache.match(KEYS)
+    clock.advance(SETTLE_S + 1)
+    cache.match(KEYS)
+    cache._run(cache.manager.hierarchy.accept_time())
+
+
+@pytest.mark.parametrize("dropped", [True, False])
+def test_what_a_wrong_clock_stamped_is_not_published_later(tmp_path: Path, dropped: bool) -> None:
+    """Slots are filled for as long as an engine's copy takes: the clock may be given up meanwhile."""
+    clock = VirtualClock()
+    with opened(tmp_path, clock, "") as cache:
+        accept_time_of(cache, clock, 10)
+        slots, _ = cache.manager.reserve(KEYS, 0, 8, BUILTIN["24h"])
+        for slot, payload in zip(slots, payloads_of(KEYS, BLOCK), strict=True):
+            copy_in(slot.pieces, memoryview(payload))
+        if dropped:
+            accept_time_of(cache, clock, -10)
+        cache.manager.commit(KEYS, slots, [slot.generation for slot in slots])
+        assert served(cache, KEYS) == (0 if dropped else 8)
+        assert not cache.manager.host.busy(), "a slot was lost"
+        put(cache, OTHER)
+        assert served(cache, OTHER) == 8
 
 
 def test_deletion_waits_while_the_time_is_in_doubt() -> None:

@@ -39,11 +39,12 @@ class SlotIndex(MutableMapping[BlockKey, Slot]):
             del numbers[alive:]
         return numbers
 
-    def absent(self, keys: Sequence[BlockKey], others: Collection[BlockKey]) -> list[BlockKey]:
-        """The leading `keys`, each once, up to the first that is here or among `others`."""
+    def absent(self, keys: Sequence[BlockKey], others: Sequence[Collection[BlockKey]]) -> list[BlockKey]:
+        """The leading `keys`, each once, up to the first that is here or among `others`, parts as the
+        own ones."""
         parts, absent = self.parts, dict[BlockKey, None]()
         for key in keys:
-            if key in parts[key[-1]] or key in others or key in absent:
+            if key in parts[key[-1]] or key in others[key[-1]] or key in absent:
                 break
             absent[key] = None
         return list(absent)

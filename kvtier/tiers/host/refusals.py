@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from kvtier.identity.keys import Scope, tenant_of
 from kvtier.tiers.host.slot_table import SlotTable
@@ -69,6 +69,13 @@ class Refusals:
     def covers(self, number: int) -> bool:
         """Whether the block in a slot is refused."""
         return self.made(number) > self._made_max or self.has_purged(number)
+
+    def at_commit(self, latest: Wall) -> Callable[[int], bool] | None:
+        """Which slots have blocks that must not become visible: purged ones, and those that carry a time later than
+        `latest`; None: no slot has."""
+        if latest < _ANY_TIME:
+            return lambda number: self.made(number) > latest or self.has_purged(number)
+        return self.has_purged if self.tombstones else None
 
     def has_purged(self, number: int) -> bool:
         """Whether a tombstone covers the block in a slot."""

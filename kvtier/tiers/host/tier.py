@@ -13,6 +13,8 @@ from functools import partial
 
 from kvtier.errors import ClosedError
 from kvtier.events import Notify
+from kvtier.identity.key_map import KeyMap
+from kvtier.identity.key_parts import KeyParts
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
 from kvtier.policies.no_order import NoOrder
 from kvtier.policies.policy import Policy
@@ -31,7 +33,7 @@ from kvtier.tiers.host.victims import Victims
 from kvtier.tiers.protocol import Miss
 from kvtier.times import Wall
 
-_EPOCH = Wall(0)
+_EPOCH, _NO_END = Wall(0), Wall("inf")
 
 _SLICE_SLOTS = 32  # between two looks at it
 
@@ -52,7 +54,7 @@ class HostTier:
         self.policy: Policy = policy
         self._share = quota
         self.refusals = Refusals(self._lay_out(0))
-        self._retained: set[BlockKey] = set()  # READY, and removed from the policy
+        self._retained = KeyMap[None]()  # READY, and removed from the policy
         self._priorities = Priorities()  # of READY slots
         self.quota = Quota(0.0, 0)
         self.notify: Notify | None = None  # called with blocks that become visible or cease to be
@@ -74,7 +76,7 @@ class HostTier:
         self._table = SlotTable(self.arena, slots)
         self._free = deque(range(slots))  # numbers of slots, as in `index.parts`
         self.in_use = SlotsInUse(slots, self._free)
-        self._filling: dict[BlockKey, int] = {}
+        self._filling = KeyParts().dicts  # slots of FILLING blocks
         self.index, self.pins = SlotIndex(self._table), SlotPins(self._table)
         return self._table
 
@@ -108,11 +110,11 @@ class HostTier:
             if self.refusals.dropping and self.refusals.covers(number):
                 return Miss.PURGED
             return Miss.EXPIRED if self._table.has_ended(number, wall_s) else None
-        return Miss.PENDING if key in self._filling else Miss.ABSENT
+        return Miss.PENDING if key in self._filling[key[-1]] else Miss.ABSENT
 
     def busy(self) -> bool:
         """Whether some slot is pinned, being filled or quarantined, and so becomes evictable by itself."""
-        return bool(self.pins.slots or self._filling)
+        return bool(self.pins.slots or any(self._filling))
 
     @property
     def pinned(self) -> int:
@@ -198,7 +200,7 @@ class HostTier:
         parts, filling, free, quota = self.index.parts, self._filling, self._free, self.quota
         limited, numbers, room, victims = quota.limited, list[int](), True, None
         for at, key in enumerate(keys):
-            if key in parts[key[-1]] or key in filling:
+            if key in parts[key[-1]] or key in filling[key[-1]]:
                 break
             full = limited and quota.full(key)
             if full or not free:
@@ -215,7 +217,7 @@ class HostTier:
                 self._evicted(gone, wall_s)
             if limited:
                 quota.take(key)
-            filling[key] = number = free.popleft()
+            filling[key[-1]][key] = number = free.popleft()
             numbers.append(number)
         self._table.take(numbers, keys, depth, priority)
         return numbers, room
@@ -246,18 +248,19 @@ class HostTier:
         slot.describe(generation, life, digest, priority)
         return bool(self.commit_all(((slot, generation),)))
 
-    def commit_all(self, holds: Iterable[Hold]) -> list[Slot]:
-        """`commit` for several, as they are described. Returns those that are seen now."""
+    def commit_all(self, holds: Iterable[Hold], latest: Wall = _NO_END) -> list[Slot]:
+        """`commit` for several, as they are described. Returns those that are seen: none with a time after `latest`."""
         table, seen, keys, numbers = self._table, list[Slot](), list[BlockKey](), list[int]()
         states, generations, names, filling = table.states, table.generations, table.keys, self._filling
-        parts, purges = self.index.parts, bool(self.refusals.tombstones)
+        parts, refused = self.index.parts, self.refusals.at_commit(latest)
         for slot, generation in holds:
             number = slot.number
             if slot.table is not table or states[number] != FILLING or generations[number] != generation:
                 self.stale_messages += 1
                 continue
-            del filling[key := names[number]]
-            if purges and self.refusals.has_purged(number):
+            key = names[number]
+            del filling[key[-1]][key]
+            if refused is not None and refused(number):
                 self._release(number)
                 continue
             states[number] = READY
@@ -293,7 +296,8 @@ class HostTier:
         if not self._is_filling(slot, generation):
             self.stale_messages += 1
             return
-        del self._filling[self._table.keys[number := slot.number]]
+        key = self._table.keys[number := slot.number]
+        del self._filling[key[-1]][key]
         if in_flight:
             self._table.states[number], self._table.waiting[number] = QUARANTINED, True
             self.pins.pin(number)  # the writer's
@@ -315,7 +319,7 @@ class HostTier:
         table = self._table
         pins, states, priorities = table.pins, table.states, table.priorities
         if self._retained:
-            self._retained.difference_update(keys)
+            self._retained.drop_all(keys)
         self._priorities.give([priorities[number] for number in numbers])
         if self.notify is not None:
             self.notify(keys, False)
@@ -339,16 +343,15 @@ class HostTier:
         for key in keys:
             slot = self.index.get(key)
             if slot is not None and key not in self._retained:
-                self._retained.add(key)
+                self._retained[key] = None
                 self.policy.remove(key, slot.index, returns=True)
 
     def release_retained(self, keys: Iterable[BlockKey]) -> None:
         """Undo `retain`; keys that are not retained are ignored."""
         for key in keys:
             if key in self._retained:
-                self._retained.remove(key)
-                slot = self.index[key]
-                self.policy.insert(key, slot.index)
+                del self._retained[key]
+                self.policy.insert(key, (slot := self.index[key]).index)
                 if slot.priority != PRIORITY:
                     self.policy.regrade(key)
 
@@ -415,7 +418,7 @@ class HostTier:
 
     def filling(self) -> list[BlockKey]:
         """The blocks whose slots are FILLING."""
-        return list(self._filling)
+        return [key for part in self._filling for key in part]
 
     def _release(self, number: int) -> None:
         if self.quota.limited:
@@ -426,11 +429,12 @@ class HostTier:
     def check(self) -> None:
         """Assert the invariants: slots conserved, index and states agree, policy orders exactly the residents."""
         table, ready = self._table, {key: number for part in self.index.parts for key, number in part.items()}
-        table.check([*self._free, *self.in_use.unused], self._filling, ready)
+        filling = {key: number for part in self._filling for key, number in part.items()}
+        table.check([*self._free, *self.in_use.unused], filling, ready)
         quarantined, pinned = table.states.count(QUARANTINED), sum(pins > 0 for pins in table.pins)
         assert (self.quarantined, self.pins.slots) == (quarantined, pinned), "slots are miscounted"
-        assert self._retained <= self.index.keys(), "a block is retained that is not here"
-        self.policy.check(ready.keys() - self._retained)
+        assert self._retained.keys() <= self.index.keys(), "a block is retained that is not here"
+        self.policy.check(ready.keys() - self._retained.keys())
         self._priorities.check(table.priorities[number] for number in ready.values())
         self.quota.check([key for key in table.keys if key is not None])
 
@@ -441,6 +445,6 @@ class HostTier:
         self._ended = self._ended or bool(self._table)
         self.quarantined = 0
         tables = self._table, self.index, self._filling, self._free, self._retained, self.policy
-        self._retained, self._priorities, self.policy = set(), Priorities(), NoOrder()
+        self._retained, self._priorities, self.policy = KeyMap(), Priorities(), NoOrder()
         self.refusals.table = self._lay_out(0)
         return tables

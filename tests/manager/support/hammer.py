@@ -373,7 +373,7 @@ class Hammer:
             await face.call(face.cache.flush, 5.0)
             with manager.lock:
                 pinned = sum(pins > 0 for pins in manager.host._table.pins)
-                held = [pinned, manager.host.quarantined, len(manager.host._filling), len(manager.lower.out)]
+                held = [pinned, manager.host.quarantined, len(manager.host.filling()), len(manager.lower.out)]
             held.append(self.world.workers_down(face.cache))
             if not any(held):
                 return
