@@ -42,6 +42,8 @@ def explain(
     json: Json = False,
 ) -> None:
     """Say where the later prompt leaves the earlier one, the likely cause, and the tokens that it costs."""
+    if engine is not None and (pause or prefill_rate is not None):
+        raise InvalidRequest("--pause and --prefill-rate are for files: an engine knows them of its own requests")
     loaded = _tokenizer_of(tokenizer) if tokenizer is not None else None
     if engine is not None:
         _explain_live(engine, earlier, later, loaded, top=top, as_json=json)

@@ -167,6 +167,7 @@ def test_with_the_tokenizer_at_hand_the_text_is_shown(
     [
         (["{path}"], "needs the id of a request, or --top"),
         (["{path}", "a", "--top"], "needs the id of a request, or --top"),
+        (["{path}", "a", "--pause", "5m"], "--pause and --prefill-rate are for files"),
         (["{path}", "nobody"], "'nobody' is not among the latest 0 requests"),
     ],
 )
