@@ -60,7 +60,8 @@ class KVTierOffloadingConnector(OffloadingConnector):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         for tier in self._tiers:
             or_fallback(tier.asked, request.request_id, num_computed_tokens, fallback=None)
-        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return found
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         for tier in self._tiers:
