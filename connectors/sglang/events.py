@@ -41,6 +41,15 @@ def page_hash(before: bytes, tokens: Sequence[int]) -> bytes:
     return hashlib.sha256(before + np.array(tokens, "<u4").tobytes()).digest()
 
 
+def _tokens_of(req: Any, first: int, pages: int, page: int) -> list[int]:
+    """The tokens of some of a request's pages: of its prompt, then of its output."""
+    begin, stop, ids = first * page, (first + pages) * page, req.origin_input_ids
+    tokens = [int(token) for token in ids[begin:stop]]
+    if stop > len(ids):
+        tokens += req.output_ids[max(0, begin - len(ids)) : stop - len(ids)]
+    return tokens
+
+
 class PageEvents(BlockEvents):
     """Turns tiers' changes into SGLang's events. Used on the scheduler's thread."""
 
@@ -53,17 +62,13 @@ class PageEvents(BlockEvents):
         whose tokens do not make its pages' hashes, as where images stand for tokens, is passed over."""
         if start >= len(chain) or scope_of_key(chain[start]) != SHARED:
             return
-        page, ids = self._block_tokens, req.origin_input_ids
-        tokens = [int(token) for token in ids[start * page : len(chain) * page]]
-        tokens += list(req.output_ids)[: len(chain) * page - len(ids)] if len(chain) * page > len(ids) else []
         before = chain[start - 1][-HASH_BYTES:] if start else b""
-        if page_hash(before, tokens[:page]) != chain[start][-HASH_BYTES:]:
+        if page_hash(before, _tokens_of(req, start, 1, self._block_tokens)) != chain[start][-HASH_BYTES:]:
             return
 
         def passage(keys: list[BlockKey], first: int) -> Passage:
             parent = chain[first - 1][-HASH_BYTES:] if first else None
-            some = tokens[(first - start) * page : (first - start + len(keys)) * page]
-            return Passage(keys, parent, some, [None] * len(keys))
+            return Passage(keys, parent, _tokens_of(req, first, len(keys), self._block_tokens), [None] * len(keys))
 
         self._remember(chain, start, passage, getattr(req, "session_id", None), lasting)
 

@@ -57,6 +57,17 @@ class KVTierOffloadingConnector(OffloadingConnector):
             state = self.scheduler._req_status[request.request_id]
             state.max_load_tokens = state.max_offload_tokens = 0
 
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        for tier in self._tiers:
+            or_fallback(tier.asked, request.request_id, num_computed_tokens, fallback=None)
+        found: tuple[int | None, bool] = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        return found
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        for tier in self._tiers:
+            or_fallback(tier.placed, request.request_id, num_external_tokens, fallback=None)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)
         assert isinstance(meta, OffloadingConnectorMetadata)

@@ -84,10 +84,23 @@ class TierRequest:
     adapter: tuple[int, str] | None = None  # id and name
     wishes: Wishes | None = None
     read: Counter[str] = field(default_factory=Counter)  # tokens by tier
+    asked: int = 0  # tokens that the engine had itself when it asked last
+    cached: int | None = None  # tokens that it did not compute when it first ran, from wherever
+    first: Counter[str] = field(default_factory=Counter)  # what was `read` by then
     chain: list[BlockKey] = field(default_factory=list)
     search: Search | None = None
     searches: int = 0
     stale: bool = False  # it runs with blocks of old weights and of new ones
+
+    def placed(self, loaded: int) -> None:
+        """It runs, and so many tokens are loaded for it."""
+        if self.cached is None:
+            self.cached, self.first = self.asked + loaded, Counter(self.read)
+
+    @property
+    def held(self) -> int:
+        """Tokens that vLLM's own caches had when it first ran."""
+        return max(0, (self.cached or 0) - self.first.total())
 
     def chain_of(self, context: ReqContext, block_tokens: int) -> list[BlockKey]:
         """The keys of the request's chunks as far as vLLM knows them, grown with it."""

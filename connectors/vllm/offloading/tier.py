@@ -172,7 +172,20 @@ class KVTierSecondaryTier(SecondaryTierManager):
         state = self._requests.get(request.request_id)
         if state is None:
             return {}
-        return self._feedback.of(state.name, state.scope, state.control, state.prompt, state.read, state.wishes)
+        held, reread = state.held // self._block_tokens, state.read - state.first
+        return self._feedback.of(
+            state.name, state.scope, state.control, state.prompt, state.read, state.wishes, held, reread
+        )
+
+    def asked(self, name: str, computed: int) -> None:
+        """The engine asks for what it lacks of a request: it has so many tokens itself."""
+        if (state := self._requests.get(name)) is not None:
+            state.asked = computed
+
+    def placed(self, name: str, loaded: int) -> None:
+        """A request runs, and so many tokens are loaded for it."""
+        if (state := self._requests.get(name)) is not None:
+            state.placed(loaded)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         or_fallback(self._arrive, req_context, fallback=None)

@@ -129,10 +129,14 @@ class ContentRing:
             return 0
         except (OSError, TierTimeout) as error:
             log.info("g3: what blocks hold is forgotten, since a purge cannot change it: %s", error)
+        self.remove()
+        return 0
+
+    def remove(self) -> None:
+        """Forget everything, durably. Raises OSError."""
         with contextlib.suppress(FileNotFoundError, IsADirectoryError, NotADirectoryError):  # none of ours
             self._path.unlink()
             sync_directory(self._path.parent)
-        return 0
 
     @contextlib.contextmanager
     def _scanning(self) -> Iterator[None]:

@@ -118,6 +118,9 @@ class DiskTier:
             raise
         store.services.append(self._service)
         self._opened, self._pid = store, os.getpid()
+        if self._encryption is not None:  # what was described while blocks were not encrypted
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(self._contents().remove)
 
     def _expired_by(self) -> Wall:
         """Blocks that are expired at this time may be removed; -inf while the wall clock is in doubt."""

@@ -85,6 +85,18 @@ def test_an_event_is_the_trees_own_but_for_the_medium() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch).events == [ours, gone]
 
 
+def test_pages_that_lie_beyond_the_prompt_are_told_of() -> None:
+    """An output that is offloaded bit by bit."""
+    from kvtier.connectors.sglang.events import MEDIA, PageEvents
+
+    events, chain = PageEvents(PAGE), chain_of_pages(pages_of(TOKENS))
+    req = request(TOKENS[: 2 * PAGE + 1], tuple(TOKENS[2 * PAGE + 1 :]))
+    for start, stop in ((0, 2), (2, 4), (4, 6)):
+        events.remember(req, chain[:stop], start)
+        events.events.of("g2")(chain[start:stop], True)
+        assert list(events.take()) == [trees_own(start, stop, MEDIA["g2"])]
+
+
 def test_blocks_of_other_names_in_the_tree_or_of_other_tokens_are_not_told_of() -> None:
     from kvtier.connectors.sglang.events import PageEvents
 

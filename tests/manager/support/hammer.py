@@ -374,10 +374,11 @@ class Hammer:
             with manager.lock:
                 pinned = sum(pins > 0 for pins in manager.host._table.pins)
                 held = [pinned, manager.host.quarantined, len(manager.host.filling()), len(manager.lower.out)]
+                held += [abs(manager.host.in_use.surplus) if self.world.resized else 0]
             held.append(self.world.workers_down(face.cache))
             if not any(held):
                 return
-            assert time.monotonic() < deadline, f"pinned, quarantined, filling, tiers left out, or down: {held}"
+            assert time.monotonic() < deadline, f"pinned, quarantined, filling, left out, to resize, down: {held}"
             gc.collect()
             await asyncio.sleep(0.05)
 

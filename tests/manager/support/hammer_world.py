@@ -9,14 +9,16 @@ import random
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import kvtier
 from kvtier.clock import SystemClock
-from kvtier.manager.build import lower_tiers
+from kvtier.errors import ClosedError
+from kvtier.manager.build import limits_of, lower_tiers
+from kvtier.manager.hierarchy import ManagerLimits
 from kvtier.retention.terms import Depth
 from kvtier.retention.trusted_clock import TrustedClock
 from kvtier.testing import Fault, FaultyTier, MemoryTier, sample_namespace
@@ -65,6 +67,10 @@ _S3_FAULTS = (
     S3Fault.STATUS_500, S3Fault.STATUS_503, S3Fault.STATUS_404, S3Fault.STATUS_412, S3Fault.RESET, S3Fault.DONE_RESET,
     S3Fault.FLIPPED, S3Fault.PARTIAL_BODY, S3Fault.SHIFTED, S3Fault.WRONG_RANGE, S3Fault.EMPTY_200, S3Fault.SLOW_BODY,
 )  # fmt: skip
+
+
+def _quick(*of: Any) -> ManagerLimits:
+    return replace(limits_of(*of), housekeeping_s=0.02)
 
 
 class SetClock(SystemClock):
@@ -149,11 +155,18 @@ class World:
         self.tiers: list[TroubledTier] = []
         self.server = FaultyS3(rng.randrange(1 << 30))
         self.config = kvtier.Config()
+        self._sizes = random.Random(hash(rng.getstate()))
+        self.resized = stack != "long" and self._sizes.random() < 0.4
+        """Whether reloads change the capacity of G2, which is followed at once."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[World]:
         """Serves the bucket inside a `with`, where the stack has one that needs a server."""
-        with self.server.running() if self.stack == "s3" else contextlib.nullcontext():
+        with contextlib.ExitStack() as ending:
+            if self.stack == "s3":
+                ending.enter_context(self.server.running())
+            if self.resized:
+                ending.enter_context(mock.patch("kvtier.manager.build.limits_of", _quick))
             self.config = kvtier.Config.parse(self._document())
             yield self
 
@@ -211,6 +224,8 @@ class World:
 
     def trouble(self, cache: Any) -> None:
         """Something else goes wrong from now on, or nothing, as in a calm world."""
+        if self.resized:
+            self._resize(cache, self._sizes.randint(max(1, self.slots // 8), self.slots))
         if self.calm:
             return
         for tier in self.tiers:
@@ -233,12 +248,20 @@ class World:
         """Worker processes that are not at work yet."""
         return self._workers(cache).count(None)
 
+    def _resize(self, cache: Any, slots: int) -> None:
+        tiers = self.config.tiers
+        g2 = tiers.g2.model_copy(update={"capacity": slots * self.block_bytes})
+        with contextlib.suppress(ClosedError):
+            cache.reload(self.config.model_copy(update={"tiers": tiers.model_copy(update={"g2": g2})}))
+
     def suspend(self, seconds: float) -> None:
         """The machine sleeps so long."""
         self.clock.suspended_s += seconds
 
     def heal(self, cache: Any) -> None:
         """All is well, and the clock shows the time that is trusted."""
+        if self.resized:
+            self._resize(cache, self.slots)
         for tier in self.tiers:
             tier.heal()
         self.server.rules.clear()

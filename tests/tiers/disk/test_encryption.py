@@ -61,6 +61,17 @@ def _pages(folder: Path) -> Iterator[bytes]:
                     yield page.ljust(4096, b"\0")
 
 
+async def test_nothing_stays_described_in_the_clear_beside_encrypted_blocks(tmp_path: Path) -> None:
+    """Tokens and salts of the time before."""
+    async with opened(tmp_path / "g3") as g3:
+        _, purges, _ = await g3.write_contents(0, [], 0)
+        assert (await g3.write_contents(0, [bytes(16) + b"tokens"], purges))[0] == 1
+    assert list((tmp_path / "g3" / "contents").iterdir())
+    async with opened(tmp_path / "g3", keys=sample_keys()) as g3:
+        assert await g3.write_contents(0, [bytes(16) + b"tokens"], 0) == (0, 0, None)
+    assert not list((tmp_path / "g3" / "contents").iterdir())
+
+
 async def test_each_encryption_has_a_salt_and_bytes_of_its_own(tmp_path: Path) -> None:
     seen = set()
     async with opened(tmp_path / "g3", keys=sample_keys()) as g3:

@@ -42,8 +42,11 @@ def test_prompts_come_back_from_every_place(engine: Any, arguments: dict[str, An
     assert "disk" not in {name for name, count in engine.sources().items() if count}
 
     assert engine.forget()
-    memory = [engine.generate(prompts=[p])[0] for p in prompts]
+    memory = [engine.generate(prompts=[p], control={"usage": True})[0] for p in prompts]
     assert tokens(memory) == tokens(cold) and memory[0]["cached"] == 480
+    used = [one["answer"]["usage"] for one in memory]
+    assert [one["cached_tokens"] for one in used] == [one["cached"] for one in memory]
+    assert used[0]["by_tier"] == {"g2": 480} and used[1]["by_tier"]["g1"] > 0, "the engine has the second's beginning"
 
     assert engine.flush()["pending"] == 0 and engine.evict(tier="g2") > 0
     assert engine.forget()

@@ -6,6 +6,7 @@ import mmap
 import os
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,10 +36,14 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
+from kvtier.config import Config
+from kvtier.connectors.control import Controls
 from kvtier.connectors.vllm.offloading.identity import tier_namespace
+from kvtier.connectors.vllm.offloading.requests import TierRequest
 from kvtier.connectors.vllm.offloading.tier import KVTierSecondaryTier
 from kvtier.errors import ConfigError, IdentityError
-from kvtier.testing import Fault, FaultyTier
+from kvtier.identity.keys import SHARED
+from kvtier.testing import Fault, FaultyTier, chain_of, sample_namespace
 
 ROW, TOKENS, CHUNKS = 8192, 32, 16
 
@@ -335,6 +340,25 @@ def test_a_request_says_what_is_read_and_kept(make: Callable[..., Stack]) -> Non
     stack.cache.flush(10)
     stack.cache.evict("g2")
     assert stack.cache.stats()["g3"]["blocks"] == 3
+
+
+def test_usage_has_what_vllm_had_itself_and_nothing_twice(make: Callable[..., Stack]) -> None:
+    """What it held was told as stored anew, and what a preempted request read again as cached."""
+    tier = make().tier
+    control = Controls(Config()).parse({"usage": True, "retention": "1h"})
+    tier._requests["r"] = state = TierRequest(control, SHARED, "r", tuple(chain_of(sample_namespace(), 10)))
+    for held, tokens_read in ((3, Counter(g3=4 * TOKENS)), (0, Counter(g2=9 * TOKENS))):
+        tier.asked("r", held * TOKENS)
+        state.read += tokens_read
+        tier.placed("r", tokens_read.total() + TOKENS)  # one from vLLM's host cache
+    tier.placed("unknown", 0)
+    answer = tier.answer_to(SimpleNamespace(request_id="r"))
+    assert answer["tokens_read"] == {"g2": 9 * TOKENS, "g3": 4 * TOKENS}
+    assert answer["usage"] == {
+        "cached_tokens": 8 * TOKENS,
+        "by_tier": {"g1": 4 * TOKENS, "g3": 4 * TOKENS},
+        "cache_creation": {"1h": 2 * TOKENS},
+    }
 
 
 def test_a_pin_that_vllms_own_connector_cannot_carry_is_refused_with_advice(
