@@ -16,6 +16,7 @@ from kvtier.errors import InvalidRequest
 from kvtier.metrics import PORT, REQUESTS, TASKS, TIERS, StatsCollector, serve
 from kvtier.testing import chain_of, payloads_of, sample_namespace
 from kvtier.tiers.breaker import Health
+from kvtier.tiers.disk import store as disk_store
 from kvtier.tiers.protocol import Miss
 
 STATS = {
@@ -128,6 +129,25 @@ def test_top_names_an_endpoint_that_is_none(wrong: str) -> None:
 def test_top_names_an_endpoint_that_does_not_answer() -> None:
     with pytest.raises(Unanswered, match=r"http://127\.0\.0\.1:1/' gives no metrics: .*refused"):
         read_figures("http://127.0.0.1:1/")
+
+
+def test_a_store_that_is_out_of_use_leaves_the_figures_whole(tmp_path: Path) -> None:
+    """They were an error until it was opened again: for a minute, and on every scrape."""
+    namespace = sample_namespace()
+    tiers = {"g2": {"capacity": "1MiB"}, "g3": {"path": str(tmp_path / "g3"), "capacity": "16MiB"}}
+    with kvtier.open(kvtier.Config.parse({"tiers": tiers}), namespace) as cache:
+        keys = chain_of(namespace, 2)
+        cache.put(keys, payloads_of(keys, namespace.block_bytes))
+        cache.flush()
+        before = cache.stats()["g3"]
+        assert before["blocks"] == 2
+        (store,) = disk_store._open_stores.values()
+        store.quarantine("a test", rest_s=60.0)
+        assert cache.stats()["g3"]["blocks"] == 2
+        assert cache.stats()["g3"]["capacity_bytes"] == before["capacity_bytes"]
+        registry = CollectorRegistry()
+        registry.register(StatsCollector(cache.stats))
+        assert registry.get_sample_value("kvtier_tier_blocks", {"tier": "g3"}) == 2
 
 
 def test_every_entry_of_a_real_cache_is_exported(tmp_path: Path) -> None:

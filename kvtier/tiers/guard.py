@@ -128,7 +128,8 @@ class GuardLimits:
 class Guarded(Wrapper):
     """Turns a sick tier into misses. Raises nothing but ClosedError and cancellation, except from `open`, `check`,
     `purge`, `tombstones`, `drop_made_after` and `ask`, whose failures their caller must see: TierError whatever the
-    tier raised. No verb but `read` and `write` outlasts its deadline, even if the tier does not heed cancellation.
+    tier raised. Where `usage` and `counters` fail they tell what they told last. No verb but `read` and `write`
+    outlasts its deadline, even if the tier does not heed cancellation.
 
     A call that got no answer in time is *given up*: cancelled, and left to end when it does. Its answer is dropped.
     """
@@ -143,6 +144,8 @@ class Guarded(Wrapper):
         self._given_up: dict[asyncio.Future[Any], str] = {}  # calls that have not ended, and their verbs
         self._waiters: set[asyncio.Future[bool]] = set()  # of calls under way; `close` wakes them, with True
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._usage = Usage(0, 0)
+        self._counters: Mapping[str, int] = {}
         self.report_to(_Reports(self))
 
     async def open(self) -> None:
@@ -216,6 +219,14 @@ class Guarded(Wrapper):
     def touch(self, keys: Sequence[BlockKey], wall_s: Wall) -> None:
         with self._absorb("touch"):
             self.inner.touch(keys, wall_s)
+
+    def usage(self) -> Usage:
+        self._usage = _told(super().usage, self._usage)
+        return self._usage
+
+    def counters(self) -> Mapping[str, int]:
+        self._counters = _told(super().counters, self._counters)
+        return self._counters
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
         with suppress(TierError):
@@ -381,6 +392,17 @@ class Guarded(Wrapper):
             self.breaker.failed()
         elif Miss.LATE not in results:
             self.breaker.succeeded()
+
+
+def _told(figures: Callable[[], T], last: T) -> T:
+    """The figures, or the last ones where the tier cannot tell. Raises ClosedError. On any thread."""
+    try:
+        return figures()
+    except ClosedError:
+        raise
+    except Exception as error:
+        log.debug("figures of a tier: %s: %s", type(error).__name__, error)
+        return last
 
 
 def _wake(waiter: asyncio.Future[bool], closed: bool) -> None:
