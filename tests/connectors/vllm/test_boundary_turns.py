@@ -18,7 +18,8 @@ if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
 from vllm.v1.request import RequestStatus
 
 from tests.connectors.vllm.support.modelless import Modelless
-from tests.connectors.vllm.test_hybrid_steps import SIZE, prompt, warm
+from tests.connectors.vllm.test_hybrid_steps import SIZE, Storm, prompt, warm
+from tests.connectors.vllm.test_state_steps import StateStorm
 
 Make = Callable[..., Modelless]
 STATES: dict[str, Any] = {"states": [2]}
@@ -133,3 +134,33 @@ def test_a_branch_from_a_chain_on_disk_leaves_a_boundary_for_the_next(make: Make
         assert engine.cache.evict("g2") > 0
     assert read == [0, 0, 40]
     engine.check()
+
+
+class SessionStorm(StateStorm):
+    """Sessions on engines with windows only, and other clients that send what a session has said: with the token that
+    the engine took back from it."""
+
+    def begin(self, make: Make) -> Modelless:
+        self.said: list[list[int]] = []
+        return Storm.begin(self, lambda windows, **options: make(windows=tuple(windows), **options))
+
+    def talk(self) -> None:
+        if (session := self.engine.scheduler.requests.get(f"talk{self.talks}")) is not None:
+            self.said.append(list(session.all_token_ids))
+        super().talk()
+
+    def arrive(self) -> None:
+        if self.said and self.chance.random() < 0.5:
+            asked = [*self.chance.choice(self.said[-4:]), *(self.chance.randrange(3, 1000) for _ in range(3))]
+            self.asked[self.engine.add(asked[:120], self.chance.choice([1, 9]))] = asked[:120]
+        super().arrive()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(40))
+def test_what_a_session_has_said_is_found_as_it_said_it(make: Make, seed: int) -> None:
+    storm = SessionStorm(make, seed)
+    for _ in range(120):
+        storm.turn()
+    storm.end()
+    assert storm.engine.checked > 0 and storm.engine.half.counters["blocks_stored"] > 0
