@@ -92,7 +92,7 @@ class Unit(StoredObject):
 
     def __init__(self, number: int, life: Lifetime) -> None:
         self.number, self.etag, self.used, self.modified = number, f'"{number}"', life.last_use, life.born
-        self._life = life
+        self.listed, self._life = None, life
 
     @property
     def data(self) -> bytes:  # type: ignore[override]

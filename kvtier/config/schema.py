@@ -92,9 +92,9 @@ class G3(_Section):
 class G4(_Section):
     """Object storage, shared by every replica. Absent: the tier is off."""
 
-    url: Url = Field(description="Any fsspec URL with a prefix of its own: s3://, gs://, file://, memory://.")
+    url: Url = Field(description="Any fsspec URL with a prefix of its own: s3://, az://, gs://, file://, memory://.")
     client: Literal["auto", "s3fs", "obstore"] = Field(
-        default="auto", description="For s3://; auto: obstore if installed."
+        default="auto", description="For s3:// and az://; auto: obstore if installed."
     )
     stride: CountOrAuto = Field(default="auto", description="Blocks per object; auto: about 32 MiB.")
     options: dict[str, Any] = Field(default={}, repr=False, description="Options of the client; ${NAME} is allowed.")

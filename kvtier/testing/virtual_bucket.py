@@ -24,6 +24,8 @@ class StoredObject:
     etag: str
     used: Wall
     modified: float
+    listed: Stat | None = None
+    """As the last listing had it: a thousand replicas list it."""
 
     @property
     def size(self) -> int:
@@ -177,8 +179,12 @@ class VirtualBucket(Bucket):
         await self._answering("delete", names[0])
 
     def _page(self, prefix: str, after: str) -> list[Stat]:
-        objects = self.server.objects
-        return [self._stat(name, objects[name], True) for name in self.server.page(prefix, after)]
+        return [self._listed(name, self.server.objects[name]) for name in self.server.page(prefix, after)]
+
+    def _listed(self, name: str, there: StoredObject) -> Stat:
+        if there.listed is None or there.listed.size != there.size:
+            there.listed = self._stat(name, there, True)
+        return there.listed
 
     async def list(self, prefix: str, after: str = "") -> AsyncIterator[list[Stat]]:
         while True:

@@ -135,7 +135,9 @@ class Deltas:
         try:
             self._remember(name)
             body = encode(entries)
-            await self._bucket.create(name, self._signer.sign(name, body), self._clock.wall())
+            stat = await self._bucket.create(name, self._signer.sign(name, body), self._clock.wall())
+            if stat is not None:
+                self._note(stat, at_us)
             self._last_published = (name, self._published)
         except BaseException:
             self._pending = [*entries, *self._pending][-ENTRIES_MAX:]
@@ -191,15 +193,14 @@ class Deltas:
         new = 0
         async for page in self._bucket.list(self._names.deltas, f"{self._names.deltas}{after_us:016x}"):
             for stat in page:
+                if stat.name in self._seen:  # nearly all: two minutes of names are listed each time
+                    continue
                 at_us = stamp_us(stat.name)
                 if at_us > future_us or stat.size > DELTA_BYTES_MAX:
                     continue
-                self._catalogue.note(stat)
-                self._youngest_us = max(self._youngest_us, at_us)
-                if stat.name not in self._seen:
-                    self._remember(stat.name)
-                    self._unread[stat.name] = stat
-                    new += 1
+                self._note(stat, at_us)
+                self._unread[stat.name] = stat
+                new += 1
             pages += 1
             if pages == pages_max or (page and stamp_us(page[-1].name) > future_us):
                 break
@@ -219,6 +220,12 @@ class Deltas:
         for name in self._catalogue.lone():
             if name in self._unread:
                 self._windows.append(self._unread.pop(name))
+
+    def _note(self, delta: Stat, at_us: int) -> None:
+        """A delta is there, of this replica or of another."""
+        self._catalogue.note(delta)
+        self._youngest_us = max(self._youngest_us, at_us)
+        self._remember(delta.name)
 
     def _remember(self, name: str) -> None:
         self._seen[name] = None

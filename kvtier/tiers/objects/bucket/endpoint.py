@@ -27,7 +27,7 @@ _PHRASES = {
     "invalidcontenttype": NO_TLS,
 }
 
-# Codes of S3, and what each is called here, with the setting that is likely to be wrong.
+# Codes of S3 and of Azure, and what each is called here, with the setting that is likely to be wrong.
 _REFUSALS = {
     "NoSuchBucket": ("no such bucket", "tiers.g4.url"),
     "InvalidBucketName": ("no bucket can have this name", "tiers.g4.url"),
@@ -37,6 +37,10 @@ _REFUSALS = {
     "ExpiredToken": ("the session token has ended", "tiers.g4.options.token"),
     "AuthorizationHeaderMalformed": ("another region", "tiers.g4.options.client_kwargs.region_name"),
     "RequestTimeTooSkewed": ("this machine's clock is off", "synchronise it"),
+    "ContainerNotFound": ("no such container", "tiers.g4.url"),
+    "AuthenticationFailed": ("the key does not belong to the account", "tiers.g4.options.account_key"),
+    "AuthorizationFailure": ("the key does not belong to the account", "tiers.g4.options.account_key"),
+    "AuthorizationPermissionMismatch": ("no right to do this", "the identity's role on the container"),
     "AccessDenied": ("no right to do this", "tiers.g4.options.key, or the bucket's policy"),
 }
 _DENIED = ("access denied", "tiers.g4.options.key and secret, or the bucket's policy")

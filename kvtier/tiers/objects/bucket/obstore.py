@@ -1,4 +1,4 @@
-"""S3, GCS and Azure through obstore: Rust's object_store, at a fraction of the CPU per byte.
+"""S3 through obstore: Rust's object_store, at a fraction of the CPU per byte.
 
 Its fsspec adapter drops conditions, versions and metadata, so this uses the store behind it. It can delete only
 unconditionally and has no self-copy that changes metadata: where s3fs is installed, those requests go through it
@@ -70,6 +70,8 @@ class ObstoreBucket:
 
     renewable = False
     keeps_proof = True
+    _used = USED
+    """The name of the metadata that records a use."""
 
     def __init__(
         self, bucket: str, config: Mapping[str, Any], *, connect_timeout_s: float, read_timeout_s: float
@@ -86,17 +88,27 @@ class ObstoreBucket:
     async def start(self) -> None:
         from obstore.store import S3Store
 
-        plain = str(self._config.get("endpoint", "")).startswith("http://")
         credentials = None
         if "access_key_id" not in self._config and not self._config.get("skip_signature"):
             credentials = await asyncio.get_running_loop().run_in_executor(None, _boto_credentials)
             if credentials is not None and self._config.get("endpoint"):
                 credentials = await _without_token(credentials)
+        # Frames carry digests, and TLS guards the transfer; signing every byte costs more than sending it.
+        self._open(S3Store, {"unsigned_payload": not self._plain, **self._config}, credentials)
+        if self._plain and not self._config.get("skip_signature") and reachable(self._config["endpoint"]):
+            self._direct = DirectHTTP(self._connect_timeout.total_seconds(), self._read_timeout_s)
+
+    @property
+    def _plain(self) -> bool:
+        return str(self._config.get("endpoint", "")).startswith("http://")
+
+    def _open(self, store: Callable[..., Any], config: Mapping[str, Any], credentials: Any = None) -> None:
+        """Make the library's store, without a request. Raises ConfigError."""
         try:
-            self._store = S3Store(
+            self._store = store(
                 self._bucket,
                 client_options={
-                    "allow_http": plain,
+                    "allow_http": self._plain,
                     "connect_timeout": self._connect_timeout,
                     # In object_store this bounds a whole request: long enough for a stride on a slow line. `read`
                     # catches stalls chunk by chunk.
@@ -104,13 +116,14 @@ class ObstoreBucket:
                 },
                 retry_config={"max_retries": 0, "retry_timeout": 12 * self._read_timeout},
                 credential_provider=credentials,
-                # Frames carry digests, and TLS guards the transfer; signing every byte costs more than sending it.
-                config={"unsigned_payload": not plain, **self._config},
+                config=config,
             )
         except Exception as error:
             raise ConfigError(f"tiers.g4.options: obstore does not take them ({type(error).__name__})") from None
-        if plain and not self._config.get("skip_signature") and reachable(self._config["endpoint"]):
-            self._direct = DirectHTTP(self._connect_timeout.total_seconds(), self._read_timeout_s)
+
+    def _etag(self, told: str | None) -> str:
+        """An ETag as conditions have it."""
+        return told or ""
 
     async def create(self, name: str, data: bytearray, used: Wall) -> Stat | None:
         return await self._put(name, data, used, "create")
@@ -123,7 +136,7 @@ class ObstoreBucket:
 
         try:
             answer = await self._store.put_async(
-                name, data, attributes={USED: use_text(used)}, mode=mode, use_multipart=False
+                name, data, attributes={self._used: use_text(used)}, mode=mode, use_multipart=False
             )
         except (AlreadyExistsError, PreconditionError):
             return None
@@ -133,7 +146,7 @@ class ObstoreBucket:
             raise TierError(TIER, "put", "no such bucket") from None
         except Exception as error:
             raise self._mapped("put", error) from None
-        return Stat(name, len(data), answer["e_tag"] or "", used)
+        return Stat(name, len(data), self._etag(answer["e_tag"]), used)
 
     async def head(self, name: str) -> Stat | None:
         try:
@@ -142,7 +155,7 @@ class ObstoreBucket:
             return None
         except Exception as error:
             raise self._mapped("head", error) from None
-        return _stat(name, answer)
+        return self._stat(name, answer)
 
     async def read(self, name: str, start: int, into: Sequence[memoryview], clipped: bool = False) -> Stat | None:
         stop = start + sum(len(buffer) for buffer in into)
@@ -177,7 +190,7 @@ class ObstoreBucket:
             raise Transient(TIER, "get", "stalled") from None
         except Exception as error:
             raise self._mapped("get", error) from None
-        return _stat(name, answer)
+        return self._stat(name, answer)
 
     async def _signed(self, name: str) -> str:
         import obstore
@@ -241,7 +254,7 @@ class ObstoreBucket:
             except Exception as error:
                 raise self._mapped("list", error) from None
             found = [
-                Stat(each["path"], each["size"], each["e_tag"] or "", None, each["last_modified"].timestamp())
+                Stat(each["path"], each["size"], self._etag(each["e_tag"]), None, each["last_modified"].timestamp())
                 for each in page
                 if each["path"].startswith(prefix) and each["path"] > after
             ]
@@ -253,6 +266,10 @@ class ObstoreBucket:
             self._direct.close()
         self._store = None
 
+    def _stat(self, name: str, answer: Any) -> Stat:
+        meta, used = answer.meta, recorded_use(answer.attributes, self._used)
+        return Stat(name, meta["size"], self._etag(meta["e_tag"]), used, meta["last_modified"].timestamp())
+
     def _mapped(self, operation: str, error: Exception) -> TierError:
         endpoint = str(self._config.get("endpoint", ""))
         refusal = refused(endpoint, error)
@@ -260,11 +277,6 @@ class ObstoreBucket:
             return TierError(TIER, operation, refusal)
         detail = unreachable(endpoint, error)
         return _mapped(operation, error) if detail is None else Transient(TIER, operation, detail)
-
-
-def _stat(name: str, answer: Any) -> Stat:
-    meta, used = answer.meta, recorded_use(answer.attributes)
-    return Stat(name, meta["size"], meta["e_tag"] or "", used, meta["last_modified"].timestamp())
 
 
 def _answered(name: str, headers: Headers) -> Stat:

@@ -46,6 +46,8 @@ def open_bucket(
         from kvtier.tiers.objects.bucket.threaded import Threaded
 
         return Threaded(LocalFiles(_local_path(url, place))), ""
+    if protocol == "az" and (azure := _azure(place, options, client, limits)) is not None:
+        return azure
     file_system = _file_system_class(protocol)
     if protocol in ("s3", "s3a"):
         bucket, _, prefix = place.partition("/")
@@ -126,6 +128,24 @@ def _s3(bucket: str, options: Mapping[str, Any], client: Client, clock: Clock, l
             primary = ObstoreBucket(bucket, config, connect_timeout_s=limits.connect_s, read_timeout_s=limits.read_s)
             return CombinedBucket(primary, _s3fs(bucket, options, clock, limits)) if has["s3fs"] else primary
     return _s3fs(bucket, options, clock, limits)
+
+
+def _azure(place: str, options: Mapping[str, Any], client: Client, limits: BucketLimits) -> tuple[Bucket, str] | None:
+    """obstore, where it is installed and knows all the options; None leaves it to fsspec."""
+    from kvtier.tiers.objects.bucket.azure import AzureBucket, translated
+
+    container, _, prefix = place.partition("/")
+    config = translated(options)
+    if config is None or client == "s3fs" or importlib.util.find_spec("obstore") is None:
+        if client == "obstore":
+            raise ConfigError(
+                "tiers.g4.client is obstore: install it, and write its options alone into tiers.g4.options"
+            )
+        return None
+    if not container:
+        raise ConfigError(f"{_KEY} names no container: write az://container/prefix")
+    bucket = AzureBucket(container, config, connect_timeout_s=limits.connect_s, read_timeout_s=limits.read_s)
+    return bucket, prefix.strip("/")
 
 
 def _forwards_token(config: Mapping[str, Any]) -> bool:

@@ -120,10 +120,10 @@ def use_text(used: float) -> str:
     return f"{used:.6f} {proof}" if proof else f"{used:.6f}"
 
 
-def recorded_use(metadata: Mapping[str, str]) -> Wall | None:
-    """`Stat.used` by an object's metadata; None for what is no time, too. Pure."""
+def recorded_use(metadata: Mapping[str, str], name: str = USED) -> Wall | None:
+    """`Stat.used` by an object's metadata, of which `name` records it; None for what is no time, too. Pure."""
     try:
-        text, _, proof = metadata[USED].partition(" ")
+        text, _, proof = metadata[name].partition(" ")
         used = RecordedUse(float(text), proof[:PROOF_CHARS_MAX])
     except (KeyError, ValueError):
         return None
