@@ -342,7 +342,9 @@ def test_how_far_ahead_of_reuse_blocks_are_copied(tokens: int, blocks: int, aske
     connector._settings = Settings(Config.parse({"offload": {"spill_ahead": asked}}))
     connector._extra = {}
     connector._cache_layout = pages(blocks)
-    connector._vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens))
+    connector._vllm_config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=tokens), kv_transfer_config=None
+    )
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
     connector._kv_cache_config = SimpleNamespace(kv_cache_groups=[group])
     assert connector._limits().spill_ahead_blocks == ahead

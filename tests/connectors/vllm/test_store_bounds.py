@@ -36,6 +36,7 @@ def limits_of(device: str, ranks: int = 1, replicated: bool = False, own: dict[s
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=STEP_TOKENS, async_scheduling=False),
         device_config=SimpleNamespace(device_type=device),
+        kv_transfer_config=None,
     )
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=16))
     connector._kv_cache_config = SimpleNamespace(kv_cache_groups=[group])

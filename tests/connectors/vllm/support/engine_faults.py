@@ -253,7 +253,7 @@ class Faults:
 
     def keep_on_reset(self, keep: bool) -> None:
         rotation = self.half._caches
-        rotation._config = rotation._config.model_copy(update={"keep_on_reset": keep})
+        rotation.follow(rotation.config.model_copy(update={"keep_on_reset": keep}))
 
     def open_anew(self) -> bool:
         """Whether the cache that follows new weights is open; waits a while for it."""
