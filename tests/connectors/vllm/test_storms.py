@@ -85,7 +85,7 @@ class Storm(in_step.Storm):
             plain = gate.decide
 
             def impatient(way: str, blocks: int, others: int = 0) -> Verdict:
-                return replace(plain(way, blocks, others), load=True, patience_s=self.chance.choice([0.0, 0.002, 9.0]))
+                return replace(plain(way, blocks, others), load=True, patience_s=self.chance.choice([0.0, 0.0, 0.002, 9.0]))
 
             gate.decide = impatient
 
@@ -105,6 +105,11 @@ class Storm(in_step.Storm):
             **ENGINES[self.kind],
         )
         return engine
+
+    def turn(self) -> None:
+        if self.kind == "loads that are given up":
+            self.waits = max(self.waits, 0.7)
+        super().turn()
 
     def arrive(self) -> None:
         chance, stem = self.chance, self.chance.choice(self.stems)
