@@ -85,7 +85,9 @@ class Storm(in_step.Storm):
             plain = gate.decide
 
             def impatient(way: str, blocks: int, others: int = 0) -> Verdict:
-                return replace(plain(way, blocks, others), load=True, patience_s=self.chance.choice([0.0, 0.0, 0.002, 9.0]))
+                return replace(
+                    plain(way, blocks, others), load=True, patience_s=self.chance.choice([0.0, 0.0, 0.002, 9.0])
+                )
 
             gate.decide = impatient
 
