@@ -55,6 +55,11 @@ class TierGrowth:
                 yield values, figure if family.kind is Gauge else _growth(figure, before)
 
 
+def families() -> list[Family]:
+    """All that a report may have."""
+    return [family for family, _ in _families({})]
+
+
 def _families(stats: Stats) -> Iterable[tuple[Family, list[Figure]]]:
     """Without those that connectors count themselves."""
     return ((family, found) for family, found in figures_of(stats) if family not in ENGINE.values())
@@ -93,7 +98,7 @@ class TierMetrics:
                     **more,
                 ),
             )
-            for family, _ in _families({})
+            for family in families()
         }
 
     def follow(self, report: Report, labels: Sequence[object]) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,13 +23,14 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolName, PoolT
 import kvtier
 from kvtier.clock import SystemClock
 from kvtier.connectors.control import Controls
-from kvtier.connectors.fallback import falls_back_to
+from kvtier.connectors.fallback import falls_back_to, or_fallback
 from kvtier.connectors.identity import engine_keys
 from kvtier.connectors.rotation import Rotation
 from kvtier.connectors.settings import Settings, port
 from kvtier.connectors.sglang import adapters
 from kvtier.connectors.sglang.hooks import WeightsListener, install
 from kvtier.connectors.sglang.identity import Ranks, engine_fields, process_number
+from kvtier.connectors.sglang.metrics import EngineMetrics
 from kvtier.errors import ConfigError, IdentityError
 from kvtier.identity.keys import SHARED, BlockKey
 from kvtier.identity.namespace import Namespace
@@ -73,6 +75,8 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
         self._place = storage_config
         self._control = Controls(self._settings.config).parse(None)
         self._rotation: Rotation[kvtier.Cache] | None = None
+        self._metrics: EngineMetrics | None = None
+        self._reporting = threading.Lock()
         self._warned = False
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
@@ -86,6 +90,17 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
         if self._port is not None:
             first, self._port = self._port, None
             serve(self.stats, port=first + process_number())
+        if self._metrics is None:
+            self._metrics = EngineMetrics.of(running_engine()[0], self.stats)
+
+    def _report(self) -> None:
+        """Have SGLang's own metrics follow the tiers, at most once a second. Any thread; a report under way is not
+        waited for."""
+        if self._metrics is not None and self._reporting.acquire(blocking=False):
+            try:
+                or_fallback(self._metrics.update, {"tokens_read": {}, "events": {}}, fallback=None)
+            finally:
+                self._reporting.release()
 
     def stats(self) -> dict[str, Any]:
         """The cache's `stats()`; empty while there is none."""
@@ -164,12 +179,14 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
         cache = self._cache
         if cache is None or not keys:
             return 0
+        self._report()
         chain, start = self._chain(keys, extra_info)
         return max(0, cache.match(chain) - start)
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Copy pages into the host pool, verified; true for the leading ones that are there by deadlines.get."""
         done = self._get(keys, host_indices, extra_info)
+        self._report()
         return [True] * done + [False] * (len(keys) - done)
 
     @falls_back_to(0)
@@ -192,6 +209,7 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
         if not getattr(self._place, "is_storage_writer", True):
             return [True] * len(keys)  # another rank writes these very bytes
         done = self._put(keys, host_indices, extra_info)
+        self._report()
         return [True] * done + [False] * (len(keys) - done)
 
     def _warn_of_prefixes(self) -> None:

@@ -49,6 +49,7 @@ class _Loading:
     count: int  # leading `blocks` that are the chain's
     since_s: Mono
     in_step: bool = False
+    patience_s: float = math.inf
     given_up: bool = False
     ranks: int = 0
     failed: set[int] = field(default_factory=set)
@@ -161,8 +162,7 @@ class Loads:
             self._named.append((start, state.track.chain[start]))
             self._in_step_blocks += count
         self._begin(state.track.name, state, lease, moves, start, count)
-        if math.isfinite(patience_s) and not state.in_step:
-            heapq.heappush(self._patience, (self._clock.monotonic() + patience_s, moves.job))
+        self._loading[moves.job].patience_s = math.inf if state.in_step else patience_s
         state.lease, state.also, state.more = None, None, ()
 
     def refuse(self, name: str, state: RequestState | None, blocks: Sequence[int]) -> None:
@@ -215,6 +215,11 @@ class Loads:
     def take(self) -> list[Load]:
         """Loads that are planned and were not taken yet: their requests wait for an answer, whatever happens."""
         loads, self._planned = self._planned, []
+        now = self._clock.monotonic()
+        for load in loads:  # from now on they are waited for: a worker cannot cancel what it was not told of
+            work = self._loading.get(load.moves.job)
+            if work is not None and math.isfinite(work.patience_s):
+                heapq.heappush(self._patience, (now + work.patience_s, load.moves.job))
         self._named.clear()  # the next step is planned when this one has been answered
         self._in_step_blocks = 0
         return loads

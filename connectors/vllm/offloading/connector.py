@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from kvtier.connectors.fallback import or_fallback
 from kvtier.connectors.vllm import compat, weights
 from kvtier.connectors.vllm.offloading.epochs import LoadGuard, OffloadingAnswer, OffloadingStep
+from kvtier.connectors.vllm.offloading.metrics import LoggedStats
 from kvtier.connectors.vllm.offloading.tier import KVTierSecondaryTier
 from kvtier.connectors.vllm.policy import recompute_failed_loads
 from kvtier.connectors.vllm.reuse import why_off
@@ -119,6 +120,10 @@ class KVTierOffloadingConnector(OffloadingConnector):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, block_ids[0])
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LoggedStats:
+        return LoggedStats() if data is None else LoggedStats(data=data)
 
     # ── worker ──────────────────────────────────────────────────────────────────────────────────────────────
 

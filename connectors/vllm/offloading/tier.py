@@ -28,7 +28,6 @@ from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
-    OffloadingCounterMetadata,
     OffloadingEvent,
     ReqContext,
     RequestOffloadingContext,
@@ -46,9 +45,11 @@ from kvtier.connectors.identity import engine_keys, namespace_of_weights
 from kvtier.connectors.runs import runs_of
 from kvtier.connectors.settings import Reader, Settings, seconds
 from kvtier.connectors.startup import start_line
+from kvtier.connectors.tier_figures import TierGrowth
 from kvtier.connectors.vllm import compat
 from kvtier.connectors.vllm.cache import SchedulerCache
 from kvtier.connectors.vllm.offloading.identity import tier_namespace
+from kvtier.connectors.vllm.offloading.metrics import add_figures, definitions
 from kvtier.connectors.vllm.offloading.requests import GROUP_BYTES, Search, TierRequest
 from kvtier.connectors.vllm.offloading.rows import Placed, Rows
 from kvtier.connectors.vllm.requests import RequestReader
@@ -119,6 +120,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._stores = concurrent.futures.ThreadPoolExecutor(1, "kvtier-store")
         self.counters: Counter[tuple[str, str]] = Counter()  # (metric, label) → count
         self._growth: Growth[tuple[str, str]] = Growth()
+        self._figures = TierGrowth(lambda: {} if self._cache is None else self._cache.stats(), self._clock)
         publishes = offloading_spec.kv_events_config.enable_kv_cache_events
         self._events = Events() if publishes else None
         self._announced = _LOCALITY.keys() & settings.own.get("event_tiers", TIERS)
@@ -397,15 +399,14 @@ class KVTierSecondaryTier(SecondaryTierManager):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        return {
-            f"vllm:{family.name}": OffloadingCounterMetadata(family.help, (family.label,))
-            for family in (TOKENS_READ, EVENTS)
-        }
+        return definitions()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         stats = OffloadingConnectorStats()
         for (metric, label), count in self._growth.since_last(self.counters).items():
             stats.increase_counter(metric, count, (label,))
+        if self._introduces:  # else vLLM's log line would have all of them
+            add_figures(or_fallback(self._figures.report, fallback=list[Any]()), stats)
         return stats if not stats.is_empty() else None
 
     def take_events(self) -> Iterable[OffloadingEvent]:

@@ -333,3 +333,23 @@ def test_it_passes_under_sglangs_fault_injector(attach: Any, monkeypatch: pytest
         assert [page_bytes(pool, page) for page in range(hit)] == expected[:hit]
         served += hit
     assert served > 0
+
+
+def test_the_tiers_figures_are_on_sglangs_own_metrics(attach: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import prometheus_client
+
+    from kvtier.connectors.sglang import hicache, metrics
+
+    registry = prometheus_client.CollectorRegistry()
+    monkeypatch.setattr(prometheus_client, "REGISTRY", registry)
+    monkeypatch.setattr(metrics, "replica_and_rank", lambda: (0, 1))
+    monkeypatch.setattr(hicache, "running_engine", lambda: engine(enable_metrics=True, served_model_name="m"))
+    backend = attach(host_pool("mha", "page_first"))
+    backend.register_mem_pool_host(backend.mem_pool_host)
+    storage = getattr(backend, "_backend", backend)
+    storage._metrics._tiers.EVERY_S = 0.0
+    keys = keys_of(2)
+    assert backend.batch_set_v1(keys, indices_of([0, 1])) == [True, True]
+    assert backend.batch_exists(keys) == 2
+    labels = {"model_name": "m", "dp_rank": "0", "tp_rank": "1", "tier": "g2"}
+    assert registry.get_sample_value("sglang:kvtier_tier_blocks", labels) == 2

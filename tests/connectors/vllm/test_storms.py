@@ -3,6 +3,7 @@ a model: no wrong byte is read, nothing is left behind, and everything comes to 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -84,8 +85,10 @@ class Storm(in_step.Storm):
             assert isinstance(gate, LoadGate)
             plain = gate.decide
 
+            patience = itertools.chain([0.0], iter(lambda: self.chance.choice([0.0, 0.002, 9.0]), None))
+
             def impatient(way: str, blocks: int, others: int = 0) -> Verdict:
-                return replace(plain(way, blocks, others), load=True, patience_s=self.chance.choice([0.0, 0.002, 9.0]))
+                return replace(plain(way, blocks, others), load=True, patience_s=next(patience))
 
             gate.decide = impatient
 
@@ -105,6 +108,11 @@ class Storm(in_step.Storm):
             **ENGINES[self.kind],
         )
         return engine
+
+    def poll(self) -> None:
+        """Copies that nobody has patience for do not begin before they are given up."""
+        if all(work.patience_s > 0 or work.given_up for work in self.engine.half._loads._loading.values()):
+            super().poll()
 
     def arrive(self) -> None:
         chance, stem = self.chance, self.chance.choice(self.stems)

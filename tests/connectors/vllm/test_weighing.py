@@ -114,6 +114,17 @@ def test_a_load_that_takes_longer_than_it_may_save_is_given_up_and_computed(make
     engine.check()
 
 
+def test_a_load_that_is_given_up_at_once_has_been_told_to_the_workers(make: Make) -> None:
+    """They cannot cancel what they do not know of, and it would be waited for without end."""
+    engine: Any = make(0)
+    stuck(engine, 0.0)
+    first, second = engine.step(), engine.step()
+    assert first.loads and not first.cancelled and second.cancelled == [first.loads[0].moves.job]
+    engine.held = False
+    engine.run()
+    engine.check()
+
+
 def test_while_a_load_that_was_given_up_is_open_others_are_offered(make: Make) -> None:
     engine: Any = make(0)
     stuck(engine, 0.5 * STEP_S)

@@ -39,6 +39,7 @@ from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, 
 from kvtier.config import Config
 from kvtier.connectors.control import Controls
 from kvtier.connectors.vllm.offloading.identity import tier_namespace
+from kvtier.connectors.vllm.offloading.metrics import LoggedStats
 from kvtier.connectors.vllm.offloading.requests import TierRequest
 from kvtier.connectors.vllm.offloading.tier import KVTierSecondaryTier
 from kvtier.errors import ConfigError, IdentityError
@@ -436,6 +437,22 @@ def test_counters_reach_vllms_statistics_once(make: Callable[..., Stack]) -> Non
     assert stats is not None and set(stats._values) <= set(definitions)
     assert stats.reduce()["vllm:kvtier_events:('blocks_stored',)"] == 4
     assert stack.tier.get_stats() is None
+
+
+def test_the_tiers_figures_are_in_vllms_statistics_and_not_in_its_log_line(make: Callable[..., Stack]) -> None:
+    stack = make()
+    stack.keep(chain(1, 4))
+    stack.tier._introduces = True  # as under KVTierOffloadingConnector
+    stack.cache.flush(10)
+    stats = LoggedStats()
+    stats.aggregate(stack.tier.get_stats())
+    told = KVTierSecondaryTier.build_metric_definitions({})
+    for name, series in stats._values.items():
+        assert all(len(labels) == len(told[name].labelnames) for labels in series), name
+    assert stats._values["vllm:kvtier_tier_blocks"]["g2",] == 4
+    calls = stats._values["vllm:kvtier_tier_call_seconds"]
+    assert any(tier == "g3" and all(0 < seconds < 60 for seconds in found) for (tier, _), found in calls.items())
+    assert set(stats.reduce()) == {"vllm:kvtier_events:('blocks_stored',)"}
 
 
 def test_the_namespace_names_what_the_rows_hold(tmp_path: Path) -> None:
