@@ -30,9 +30,11 @@ come to at most a quarter of the full group's bytes."""
 
 @dataclass(slots=True)
 class _Followed:
-    """One cache: `taken` by boundary. The last one, `passing`, leaves when the next comes, unless it is kept."""
+    """One cache, which began with `begin` tokens; of the prompt's chain, `known` were stored. `taken` by boundary. The
+    last one, `passing`, leaves when the next comes, unless it is kept."""
 
     begin: int
+    known: int
     taken: dict[int, list[list[torch.Tensor]]] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
     passing: int = 0
@@ -68,20 +70,26 @@ class Forwards:
             hook.remove()
         self._followed.clear()
 
-    def advance(self, cache: Any, ids: torch.Tensor, known: int) -> None:
-        """Run the model over the prompt, from where `cache` ends up to the prompt's last boundary: in passes that end
-        at boundaries that are worth keeping, among them `known`, where the prompt leaves a chain that is stored."""
+    def follow(self, cache: Any, known: int) -> None:
+        """Look at the passes over this cache from now on. Of its prompt's chain, `known` tokens are stored."""
+        self._followed[cache] = _Followed(cache.get_seq_length(), known)
+
+    def advance(self, cache: Any, ids: torch.Tensor) -> list[int]:
+        """Run the model over the prompt, from where `cache`, which is followed, ends up to the prompt's last boundary:
+        in passes that end at boundaries that are worth keeping, among them where the prompt leaves a chain that is
+        stored. Returns these ends."""
         import torch
 
-        begin, size = cache.get_seq_length(), self._block_tokens
-        self._followed[cache] = followed = _Followed(begin)
-        followed.kept.update(self._ends(begin, known, (ids.shape[1] - 1) // size * size))
+        begin, size, followed = cache.get_seq_length(), self._block_tokens, self._followed[cache]
+        ends = sorted(self._ends(begin, followed.known, (ids.shape[1] - 1) // size * size))
+        followed.kept.update(ends)
         last = {"logits_to_keep": 1} if self._last_only else {}
-        for end in sorted(followed.kept):
+        for end in ends:
             with torch.no_grad():
                 mask = torch.ones((1, end), dtype=torch.long, device=ids.device)
                 self._model(ids[:, begin:end], attention_mask=mask, past_key_values=cache, use_cache=True, **last)
             begin = end
+        return ends
 
     def _ends(self, begin: int, known: int, prompt: int) -> set[int]:
         ends = {end for end in (known, prompt) if begin < end <= prompt}

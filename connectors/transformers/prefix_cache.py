@@ -123,15 +123,15 @@ class PrefixCache:
         retention: str | None = None,
         salt: str | bytes | None = None,
         timeout: float | None = None,
+        advance: bool = True,
     ) -> tuple[DynamicCache, int]:
         """A cache object that holds the longest known prefix of the prompt, and the length of that prefix in tokens.
 
         The length is a multiple of `block_tokens` and at most len(prompt) - 1, since `generate` must have a token left
         to compute. Pass the whole `input_ids` and a mask of ones to `generate`. May wait for lower tiers up to
         `timeout` seconds (deadlines.get); whatever fails or is late there makes the prefix shorter. The cache is the
-        caller's. Of a model with windows or states it holds more than was known: the prompt up to its last boundary,
-        which is computed here, since such layers can be kept only where a forward pass ends. Raises InvalidRequest for
-        a batch, padding, images or an unknown retention class.
+        caller's. With `advance`, and of a model with windows or states, it holds more than was known: see the verb of
+        that name. Raises InvalidRequest for a batch, padding, images or an unknown retention class.
         """
         tokens = self._row(input_ids, attention_mask)
         chain = self._chain(tokens, self._terms(retention), salt)[: (len(tokens) - 1) // self.block_tokens]
@@ -142,10 +142,27 @@ class PrefixCache:
             found = self._boundaries.find(chain, timeout)
         cache, hit = self._cache_of(found), len(found.tiers) * self.block_tokens
         self._account(found, len(tokens))
+        self._fetched[cache] = _Fetched(len(found.tiers), tokens[:hit])
         if self._forwards is not None:
-            self._forwards.advance(cache, input_ids, found.known * self.block_tokens)
-        self._fetched[cache] = _Fetched(len(found.tiers), tokens[: cache.get_seq_length()])
+            self._forwards.follow(cache, found.known * self.block_tokens)
+            if advance:
+                self.advance(cache, input_ids)
         return cache, hit
+
+    def advance(self, cache: DynamicCache, input_ids: torch.Tensor) -> list[int]:
+        """Compute the prompt up to its last boundary, in a cache that `fetch` returned for it, so that this boundary
+        can be kept: windows and states can be, only where a forward pass ends. Returns where passes ended, in tokens;
+        of a model without such layers nothing is computed, and the list is empty. Raises InvalidRequest as `fetch`
+        does, and for another cache."""
+        tokens, fetched = self._row(input_ids, None), self._fetched.get(cache)
+        if fetched is None:
+            raise InvalidRequest("this cache was not returned by `fetch`: advance the one that was")
+        self._check_cache(cache, tokens)
+        if self._forwards is None:
+            return []
+        ends = self._forwards.advance(cache, input_ids)
+        self._fetched[cache] = _Fetched(fetched.blocks, tokens[: cache.get_seq_length()])
+        return ends
 
     def store(
         self,

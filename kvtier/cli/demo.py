@@ -162,6 +162,15 @@ def _row(turn: Mapping[str, Any], tolerance: float) -> list[str]:
     ]
 
 
+def _by_group(groups: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """Restored blocks of each KV group by tier; nothing for a model with one group."""
+    return [
+        f"{group}: {' + '.join(f'{tiers[tier]:,} {tier.upper()}' for tier in TIERS if tiers.get(tier)) or 'no'} blocks"
+        for group, tiers in groups.items()
+        if len(groups) > 1
+    ]
+
+
 def _verdict(act: Act) -> str:
     summary = act.summary()
     served, ttft, checks = summary["served_tokens"], summary["ttft_ms"], summary["checks"]
@@ -171,6 +180,7 @@ def _verdict(act: Act) -> str:
         f"{total - served['recomputed']:,} of {total:,} prompt tokens were not computed",
         f"{checks['blocks_compared']:,} blocks restored, bytes {same[act.bytes_identical]}",
         f"tokens {same[act.tokens_identical]}",
+        *_by_group(summary["served_blocks_by_group"]),
     ]
     if ttft["hit"] is not None:
         parts.append(f"first token after {ttft['hit']:.0f} ms, recomputed {ttft['recompute']:.0f} ms (medians)")

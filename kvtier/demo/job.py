@@ -31,7 +31,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn: the tiers that served its prompt, times to the first token, results of the comparisons.
+    """One turn: the tiers that served its prompt, in tokens, and in blocks by KV group; times to the first token;
+    results of the comparisons.
 
     `tokens_same`: as after an in-memory hit at the same boundary. `gap`: 0.0 if also as after a full prefill, else the
     gap of the two best logits where they part. `question` and `answer` are text.
@@ -48,3 +49,4 @@ class Turn:
     gap: float
     question: str = ""
     answer: str = ""
+    groups: dict[str, dict[str, int]] = field(default_factory=dict)

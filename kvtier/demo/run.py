@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -42,27 +43,42 @@ class DemoRun:
         """Answer the prompt `history` three ways, compare, store. Returns the report and the reply's tokens, less the
         one that ends it: the next turn begins with that."""
         prefixes, reference, config = self._prefixes, self._reference, self._subject.model.config
-        before = dict(prefixes.served)
+        before, groups_before = dict(prefixes.served), _copied(prefixes.groups_served)
         ids = self._ids(history)
         begin = time.perf_counter()
-        cache, hit = prefixes.fetch(ids)
-        output, first_token, _ = self._generate(ids, cache)
-        ttft_hit = first_token - begin
+        cache, hit = prefixes.fetch(ids, advance=False)
+        fetched_s = time.perf_counter() - begin
+        restored = hit // BLOCK_TOKENS
+        end = reference.end_of(cache)
+        with self._ends(cache) as ends:
+            begin = time.perf_counter()
+            passes = prefixes.advance(cache, ids)
+            output, first_token, _ = self._generate(ids, cache)
+            ttft_hit = fetched_s + first_token - begin
         keys = prefixes.cache.chain_hashes(output[0][: cache.get_seq_length()].cpu().numpy())
         blocks = reference.cut(cache, len(keys))
-        restored = hit // BLOCK_TOKENS
         same_bytes = all(map(reference.holds, keys[:restored], blocks[:restored]))
+        if restored and end:
+            same_bytes = same_bytes and reference.holds_end(keys[restored - 1], end)
         prefixes.store(output, cache, attention_mask=output.new_ones(output.shape))
         reference.add(keys[restored:], blocks[restored:])
+        for tokens, left in ends.items():
+            reference.add_end(keys[tokens // BLOCK_TOKENS - 1], left)
         prefixes.flush()  # a user's pause is longer than this
         mine = output[0, len(history) :].tolist()
-        in_memory, _, _ = self._generate(ids, reference.prefix(keys[:restored], blocks[:restored], config))
+        memory = reference.prefix(keys[:restored], blocks[:restored], config, end)
+        self._pass(ids, memory, hit, passes)
+        in_memory, _, _ = self._generate(ids, memory)
         begin = time.perf_counter()
         full, first_token, logits = self._generate(ids, None)
         report = Turn(
             conversation=name,
             prompt_tokens=len(history),
             served={tier: count - before.get(tier, 0) for tier, count in prefixes.served.items()},
+            groups={
+                group: {tier: count - groups_before.get(group, {}).get(tier, 0) for tier, count in tiers.items()}
+                for group, tiers in prefixes.groups_served.items()
+            },
             ttft_hit_ms=ttft_hit * 1e3,
             ttft_recompute_ms=(first_token - begin) * 1e3,
             blocks_restored=restored,
@@ -78,6 +94,33 @@ class DemoRun:
         import torch
 
         return torch.tensor([tokens], device=self._subject.model.device)
+
+    @contextmanager
+    def _ends(self, cache: Any) -> Iterator[dict[int, Any]]:
+        """What windows and states hold wherever a pass over this cache ends with a block, by tokens."""
+        ends: dict[int, Any] = {}
+
+        def look(_module: Any, _args: Any, _output: Any) -> None:
+            tokens = cache.get_seq_length()
+            if tokens % BLOCK_TOKENS == 0 and (left := self._reference.end_of(cache)):
+                ends[tokens] = left
+
+        hook = self._subject.model.register_forward_hook(look)
+        try:
+            yield ends
+        finally:
+            hook.remove()
+
+    def _pass(self, ids: Any, cache: Any, begin: int, ends: Sequence[int]) -> None:
+        """Run the model over the prompt in passes that end at these tokens."""
+        import torch
+
+        for end in ends:
+            with torch.no_grad():
+                self._subject.model(
+                    ids[:, begin:end], attention_mask=torch.ones_like(ids[:, :end]), past_key_values=cache
+                )
+            begin = end
 
     def _generate(self, ids: Any, cache: Any) -> tuple[Any, float, Any]:
         """Greedy tokens after the prompt `ids`, when the first of them was there, and the logits of all."""
@@ -97,6 +140,10 @@ class DemoRun:
             streamer=stopwatch,
         )
         return out.sequences, stopwatch.at, out.logits
+
+
+def _copied(groups: Mapping[str, Mapping[str, int]]) -> dict[str, dict[str, int]]:
+    return {group: dict(tiers) for group, tiers in groups.items()}
 
 
 class _FirstToken:
@@ -149,7 +196,8 @@ def play(
     shape = probe(subject.model)
     reference = Reference(shape, BLOCK_TOKENS)
     folder = Path(job.folder)
-    config = tiers_for(job, reference.block_bytes, longest // BLOCK_TOKENS)
+    beside = 2 * job.turns * sum(shape.groups.counts(longest, reference.block_bytes))  # ends of prompts and answers
+    config = tiers_for(job, reference.block_bytes, longest // BLOCK_TOKENS + beside)
     names = [c.name for c in script.conversations]
     prompts: list[list[int]] = [list(opening) for _ in names]
     with PrefixCache(config, subject.model, block_tokens=BLOCK_TOKENS, name="kvtier-demo") as prefixes:
@@ -177,11 +225,19 @@ def play(
             reference.save(folder / "reference.bin")
             (folder / "prompts.json").write_text(json.dumps(last))
         served = {tier: prefixes.served[tier] for tier in (*TIERS, "recomputed")}
+        groups = _copied(prefixes.groups_served)
         stats = prefixes.stats()
         if job.resume and not job.g4.startswith("file:"):
             prefixes.cache.evict("g4")  # a prefix of the demo's own
     sizes = {"g1": config.tiers.g1.blocks, "g2": config.tiers.g2.capacity // reference.block_bytes}
-    return {"served": served, "gap": subject.gap, "block_bytes": reference.block_bytes, "blocks": sizes, "stats": stats}
+    return {
+        "served": served,
+        "groups": groups,
+        "gap": subject.gap,
+        "block_bytes": reference.block_bytes,
+        "blocks": sizes,
+        "stats": stats,
+    }
 
 
 def main(argv: list[str]) -> None:

@@ -46,6 +46,7 @@ class Act:
             "tokens_identical": self.tokens_identical,
             "bytes_identical": self.bytes_identical,
             "served_tokens": {name: self.end["served"][name] for name in (*TIERS, "recomputed")},
+            "served_blocks_by_group": self.end.get("groups", {}),
             "ttft_ms": {
                 "hit": _median(turn["ttft_hit_ms"] for turn in hits),
                 "recompute": _median(turn["ttft_recompute_ms"] for turn in hits),

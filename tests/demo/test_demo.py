@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,57 @@ def spoil(folder: Path) -> Callable[[Any], None]:
                     file.write(b"\x3f" * 64)
 
     return work
+
+
+def hybrid_model(folder: Path, kind: str) -> Path:
+    """A checkpoint of a small random model with windows or states, which reads bytes."""
+    import torch
+
+    from tests.connectors.transformers.support.models import gemma3, qwen3_next
+    from tests.demo.support.tokenizers import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    model = {"window": gemma3, "state": qwen3_next}[kind](vocab_size=len(tokenizer))
+    model.to(torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["window", pytest.param("state", marks=pytest.mark.long)])
+class TestHybrids:
+    """A model of several KV groups: all of them restored from below in another process, and compared."""
+
+    def job(self, folder: Path, kind: str) -> Job:
+        model = str(hybrid_model(folder / "model", kind))
+        return Job(str(folder), f"file://{folder}/g4", model=model, conversations=1, turns=2, new_tokens=20)
+
+    def test_bytes_and_tokens_are_the_same(self, tmp_path: Path, kind: str) -> None:
+        from kvtier.demo.run import play
+
+        turns: list[Turn] = []
+        job = self.job(tmp_path, kind)
+        play(job, turns.append, lambda prefixes: prefixes.pool.evict())
+        end = play(replace(job, resume=True), turns.append)
+        assert [turn.blocks_restored > 0 for turn in turns] == [False, True, True]
+        assert all(turn.bytes_same and turn.tokens_same and turn.gap < 0.01 for turn in turns)
+        assert len(end["groups"]) == 2 and all(tiers.get("g3", 0) for tiers in end["groups"].values())
+
+    @pytest.mark.long
+    def test_damage_in_windows_and_states_alone_is_seen(self, tmp_path: Path, kind: str) -> None:
+        """Control. (The tokens may be the same: it fades while the rest of the prompt is computed.)"""
+        from kvtier.connectors.transformers.groups import LayerGroups
+        from kvtier.demo.run import play
+
+        turns: list[Turn] = []
+        restore = LayerGroups.restore
+
+        def damaged(self: Any, cache: Any, boundary: int, blocks: Any) -> None:
+            restore(self, cache, boundary, blocks.roll(64, dims=1))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LayerGroups, "restore", damaged)
+            play(self.job(tmp_path, kind), turns.append)
+        assert turns[1].blocks_restored > 0 and not turns[1].bytes_same
 
 
 class TestControls:

@@ -16,6 +16,7 @@ from kvtier.demo import real_model
 from kvtier.demo.job import Job, Turn
 from kvtier.demo.speech import ChatSpeech
 from kvtier.errors import ConfigError, KVTierError
+from tests.demo.support.tokenizers import byte_tokenizer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -52,15 +53,7 @@ def test_a_template_that_changes_what_is_said_is_refused() -> None:
 
 def chat_model(folder: Path) -> Path:
     """A random Llama of a byte vocabulary that can be spoken to by a template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
-    )
+    tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHATML
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(
