@@ -225,14 +225,13 @@ def play(
             reference.save(folder / "reference.bin")
             (folder / "prompts.json").write_text(json.dumps(last))
         served = {tier: prefixes.served[tier] for tier in (*TIERS, "recomputed")}
-        groups = _copied(prefixes.groups_served)
         stats = prefixes.stats()
         if job.resume and not job.g4.startswith("file:"):
             prefixes.cache.evict("g4")  # a prefix of the demo's own
     sizes = {"g1": config.tiers.g1.blocks, "g2": config.tiers.g2.capacity // reference.block_bytes}
     return {
         "served": served,
-        "groups": groups,
+        "groups": _copied(prefixes.groups_served),
         "gap": subject.gap,
         "block_bytes": reference.block_bytes,
         "blocks": sizes,
