@@ -61,9 +61,10 @@ class Tails:
     ) -> tuple[BlockKey, int] | None:
         """The block behind `parent` that shares the most leading `tokens`, and how many; None if none shares one.
         Forgets those that are not `here`."""
-        behind, best = self._behind.get(parent), None
+        behind = self._behind.get(parent)
         if behind is None:
             return None
+        best: tuple[BlockKey, int] | None = None
         wanted = [int(token) for token in tokens]
         for key, known in list(behind.items()):
             if not here(key):
