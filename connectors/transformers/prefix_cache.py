@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -39,7 +40,8 @@ from kvtier.identity.hashing import chain_hashes, chain_root
 from kvtier.identity.keys import TENANT_BYTES, BlockKey, Scope, make_keys, scope_of
 from kvtier.kernels.engine import cpus_near
 from kvtier.manager.closing import Flushed
-from kvtier.retention.terms import Terms, resolve
+from kvtier.retention.terms import Depth, Terms, resolve
+from kvtier.tiers.device.tails import Tails, tail_key
 from kvtier.tiers.device.torch_pool import DevicePool
 from kvtier.tiers.protocol import Miss, Tier
 
@@ -62,8 +64,9 @@ class PrefixCache:
     """The KV of one model's prompts, over all four tiers. Not thread-safe: one call at a time.
 
     `name` and `weights` override the identity read from the live model; `tiers` replaces the configured lower tiers.
-    After the weights change, open a new one. Raises IdentityError, InvalidRequest or ConfigError for a model or a
-    configuration that cannot be served.
+    `tails`: behind so many blocks, the latest used, G1's are remembered, and prompts that part inside of one share its
+    first tokens (full attention only); 0: prefixes end with a block. After the weights change, open a new one. Raises
+    IdentityError, InvalidRequest or ConfigError for a model or a configuration that cannot be served.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class PrefixCache:
         model: Any,
         *,
         block_tokens: int = 16,
+        tails: int = 0,
         name: str | None = None,
         weights: str | None = None,
         clock: Clock | None = None,
@@ -88,6 +92,7 @@ class PrefixCache:
         self._classes = config.terms()
         self._fetched: WeakKeyDictionary[Any, _Fetched] = WeakKeyDictionary()
         self._media = media_ids(model)
+        self._tails = Tails(tails) if tails and not self.shape.groups.beside else None
         blocks, offload = config.tiers.g1.blocks, config.offload
         self.pool = DevicePool(
             blocks,
@@ -127,11 +132,11 @@ class PrefixCache:
     ) -> tuple[DynamicCache, int]:
         """A cache object that holds the longest known prefix of the prompt, and the length of that prefix in tokens.
 
-        The length is a multiple of `block_tokens` and at most len(prompt) - 1, since `generate` must have a token left
-        to compute. Pass the whole `input_ids` and a mask of ones to `generate`. May wait for lower tiers up to
-        `timeout` seconds (deadlines.get); whatever fails or is late there makes the prefix shorter. The cache is the
-        caller's. With `advance`, and of a model with windows or states, it holds more than was known: see the verb of
-        that name. Raises InvalidRequest for a batch, padding, images or an unknown retention class.
+        The length is a multiple of `block_tokens` (with `tails`: any), and at most len(prompt) - 1, since `generate`
+        must have a token left to compute. Pass the whole `input_ids` and a mask of ones to `generate`. May wait for
+        lower tiers up to `timeout` seconds (deadlines.get); whatever fails or is late there makes the prefix shorter.
+        The cache is the caller's. With `advance`, and of a model with windows or states, it holds more than was known:
+        see the verb of that name. Raises InvalidRequest for a batch, padding, images or an unknown retention class.
         """
         tokens = self._row(input_ids, attention_mask)
         chain = self._chain(tokens, self._terms(retention), salt)[: (len(tokens) - 1) // self.block_tokens]
@@ -142,6 +147,9 @@ class PrefixCache:
             found = self._boundaries.find(chain, timeout)
         cache, hit = self._cache_of(found), len(found.tiers) * self.block_tokens
         self._account(found, len(tokens))
+        if self._tails is not None:
+            parent = chain[len(found.tiers) - 1] if found.tiers else self._root(self._terms(retention), salt)
+            hit += self._add_tail(self._tails, cache, parent, tokens[hit:-1])
         self._fetched[cache] = _Fetched(len(found.tiers), tokens[:hit])
         if self._forwards is not None:
             self._forwards.follow(cache, found.known * self.block_tokens)
@@ -198,6 +206,9 @@ class PrefixCache:
             for boundary, taken in self._forwards.boundaries(cache).items():
                 if boundary <= reached * self.block_tokens:
                     self._boundaries.keep(chain, boundary, taken, terms, limit)
+        if self._tails is not None and reached == len(chain):
+            parents = (self._root(terms, salt), *chain)
+            self._keep_tails(self._tails, cache, parents, tokens, replace(terms, ceiling=Depth.G1))
         self.step()
         return reached - first
 
@@ -231,6 +242,8 @@ class PrefixCache:
         """Assert the invariants of every tier."""
         self.pool.check()
         self.cache.check()
+        if self._tails is not None:
+            self._tails.check()
 
     def close(self) -> Flushed:
         """Offload, flush, release everything. Idempotent."""
@@ -253,6 +266,11 @@ class PrefixCache:
         return tuple(
             make_keys(scope, chain_hashes(chain_root(self.namespace.digest, scope), tokens, self.block_tokens))
         )
+
+    def _root(self, terms: Terms, salt: str | bytes | None) -> BlockKey:
+        """What stands before a prompt's first block, as if it were one."""
+        scope = self._scope(salt, terms)
+        return BlockKey(scope + chain_root(self.namespace.digest, scope))
 
     def _account(self, found: Found, tokens: int) -> None:
         self.served.update(tokens_by_tier(found.tiers, self.block_tokens))
@@ -311,6 +329,51 @@ class PrefixCache:
             count = min(len(fetched.tokens), wanted[2])
             if not (tokens[:count] == fetched.tokens[:count]).all():
                 raise InvalidRequest(f"this cache was fetched for other tokens: its first {count} are not those given")
+
+    # --- tails -------------------------------------------------------------------------------------------------
+
+    def _add_tail(self, tails: Tails, cache: DynamicCache, parent: BlockKey, tokens: Any) -> int:
+        """Add the first tokens of a block behind `parent` that begins as `tokens` do to a cache that ends there.
+        Returns how many; they are copied out of G1."""
+        now = self.clock.wall()
+        found = tails.longest(parent, tokens[: self.block_tokens], lambda key: bool(self.pool.match([key], now)))
+        if found is None:
+            return 0
+        key, count = found
+        slots = self.pool.pin([key], now)
+        try:
+            for place, index in enumerate(self.shape.groups.full):
+                keys, values = self._kv[slots[0], place, :, :, :count].clone()
+                cache.layers[index].update(keys[None], values[None])
+        finally:
+            self.pool.free(slots)
+        self.served["g1"] += count
+        self.served["recomputed"] -= count
+        return count
+
+    def _keep_tails(
+        self, tails: Tails, cache: DynamicCache, parents: Sequence[BlockKey], tokens: Any, terms: Terms
+    ) -> None:
+        """Remember the blocks of a prompt that is stored, by the one before each, and keep what is behind the last: in
+        G1, which alone has blocks that are not full. `parents`: what stands before the first block, and the chain."""
+        size, length = self.block_tokens, cache.get_seq_length()
+        for depth, (parent, key) in enumerate(pairwise(parents)):
+            tails.add(parent, tokens[depth * size : (depth + 1) * size], key)
+        rest = tokens[(len(parents) - 1) * size : length]
+        if not len(rest):
+            return
+        key = tail_key(parents[-1], rest)
+
+        def write(slots: Sequence[int], start: int) -> None:
+            self._kv[slots] = 0
+            for place, index in enumerate(self.shape.groups.full):
+                layer = cache.layers[index]
+                for half, tensor in enumerate((layer.keys, layer.values)):
+                    self._kv[slots[0], place, half, :, : len(rest)] = tensor[0, :, length - len(rest) :]
+
+        _, reached = self._chains.keep((key,), terms, 0.0, write)
+        if reached:
+            tails.add(parents[-1], rest, key)
 
     # --- tensors -----------------------------------------------------------------------------------------------
 
