@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvtier.identity.key_map import KeyMap
+from kvtier.identity.key_counts import KeyCounts
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.slices import slices
 
@@ -16,22 +16,19 @@ class Claims:
 
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
-        self._counts = KeyMap[int]()
+        self._counts = KeyCounts()
 
     def add(self, keys: Sequence[BlockKey]) -> None:
         """A put is to store these blocks: until `remove`, nobody else's failure ends their guarantees."""
         for part in slices(keys):
             with self._lock:
-                for key in part:
-                    self._counts[key] = self._counts.get(key, 0) + 1
+                self._counts.add(part)
 
     def remove(self, keys: Sequence[BlockKey]) -> None:
         """That put is over."""
         for part in slices(keys):
             with self._lock:
-                for key in part:
-                    if left := self._counts.pop(key, 1) - 1:
-                        self._counts[key] = left
+                self._counts.remove(part)
 
     def __contains__(self, key: BlockKey) -> bool:
         return key in self._counts

@@ -11,11 +11,12 @@ Where no tier lies between, a complete stride is pinned in G2 until it is writte
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvtier.identity.key_counts import KeyCounts
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.promote import Promoter
@@ -56,7 +57,7 @@ class StrideCoalescer:
         self._tails: OrderedDict[BlockKey, Sequence[BlockKey]] = OrderedDict()  # first block of the tail → chain
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
-        self._pinned: Counter[BlockKey] = Counter()  # pins owned, by block
+        self._pinned = KeyCounts()  # pins owned, by block
         self._pins = 0  # in all
         self._wider: OrderedDict[BlockKey, None] = OrderedDict()  # last blocks of strides with longer terms than before
         self._queued: set[BlockKey] = set()  # last blocks of strides in the queue that the tier has not answered for
@@ -70,7 +71,7 @@ class StrideCoalescer:
         """Blocks before depth `stop` of `chain` are stored above, or held by these pins, which are the coalescer's now.
         Under the lock if there are pins; never blocks."""
         pinned = [chain[slot.index] for slot, _ in holds]
-        self._pinned.update(pinned)
+        self._pinned.add(pinned)
         self._pins += len(pinned)
         soon(self._loop, self._enqueue, _Chain(chain[:stop], holds, pinned))
 
@@ -141,10 +142,7 @@ class StrideCoalescer:
         pins = list(zip(work.pinned, work.holds, strict=True))
         for part in slices(pins[::-1]):
             with self._hierarchy.lock:
-                for key, _ in part:
-                    self._pinned[key] -= 1
-                    if not self._pinned[key]:
-                        del self._pinned[key]
+                self._pinned.remove(key for key, _ in part)
                 self._pins -= len(part)
             yield from (hold for _, hold in part)
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from kvtier.errors import ClosedError
+from kvtier.identity.key_map import KeyMap
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.lease import Promotion
@@ -45,7 +46,7 @@ class Promoter:
     def __init__(self, hierarchy: Hierarchy) -> None:
         self._hierarchy = hierarchy
         self._host, self._lock, self._clock = hierarchy.host, hierarchy.lock, hierarchy.clock
-        self._under_way: dict[BlockKey, _Load] = {}
+        self._under_way = KeyMap[_Load]()
         self._abandoned: set[_Load] = set()
         self._compute_s_per_block: float | None = None
         self._closed = False

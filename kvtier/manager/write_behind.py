@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from kvtier.checksum import digest_of
 from kvtier.clock import Clock
+from kvtier.identity.key_counts import KeyCounts
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.slices import SLICE_BLOCKS
 from kvtier.supervisor import Service, Supervisor, soon
@@ -106,7 +107,7 @@ class WriteBehind:
         self._queue: deque[ChainBatch] = deque()
         self._queued = 0  # blocks waiting
         self._busy = 0  # blocks with a writer
-        self._names: Counter[BlockKey] = Counter()  # of all those
+        self._names = KeyCounts()  # of all those
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
@@ -136,10 +137,7 @@ class WriteBehind:
         return key in self._names
 
     def _forget(self, batch: ChainBatch) -> None:
-        for key in batch.keys:
-            self._names[key] -= 1
-            if not self._names[key]:
-                del self._names[key]
+        self._names.remove(batch.keys)
 
     def enqueue(self, batch: ChainBatch) -> int:
         """Accept the head of a batch, as far as there is space; returns how many blocks. Under the lock; never blocks.
@@ -153,7 +151,7 @@ class WriteBehind:
             accepted, _ = batch.split(taken)
             self._queue.append(accepted)
             self._queued += taken
-            self._names.update(accepted.keys)
+            self._names.add(accepted.keys)
             soon(self._loop, self._stir)
         return taken
 

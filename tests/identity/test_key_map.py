@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
+from kvtier.identity.key_counts import KeyCounts
 from kvtier.identity.key_map import KeyMap
 from kvtier.identity.keys import BlockKey
 from kvtier.testing import chain_of, sample_namespace
@@ -46,3 +48,19 @@ def test_it_does_what_a_dictionary_does(seed: int) -> None:
         with pytest.raises(KeyError):
             wrong()
     assert "no key" not in mine and len(mine) == len(model)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_counts_are_those_of_a_counter(seed: int) -> None:
+    rng, mine, model = random.Random(seed), KeyCounts(), Counter[BlockKey]()
+    for _ in range(200):
+        some = rng.choices(KEYS, k=rng.randrange(5))
+        if rng.random() < 0.5:
+            mine.add(some)
+            model.update(some)
+        else:
+            mine.remove(some)
+            for key in some:
+                model[key] = max(0, model[key] - 1)
+        model = +model
+        assert len(mine) == len(model) and all((key in mine) == (key in model) for key in KEYS)

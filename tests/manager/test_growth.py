@@ -6,19 +6,22 @@ import gc
 import sys
 from threading import Lock
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from unittest.mock import Mock
 
 from kvtier.bench.retention.byteless import EmptyArena
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.accounts import LOSSES_MAX, Losses
 from kvtier.manager.claims import Claims
 from kvtier.manager.housekeeping import _Uses
+from kvtier.manager.write_behind import ChainBatch, QueueLimits, WriteBehind
 from kvtier.policies.lru import LRU
 from kvtier.retention.guarantees import Guarantees
 from kvtier.retention.pins import Pins
-from kvtier.testing import chain_of, sample_namespace
+from kvtier.testing import MemoryTier, VirtualClock, chain_of, sample_namespace
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Miss
+from kvtier.tiers.rate_limiter import TokenBucket
 from kvtier.times import Mono, Wall
 
 NS = sample_namespace(64)
@@ -72,6 +75,20 @@ def test_what_is_protected_is_kept_in_parts() -> None:
     assert len(pins) == len(guarantees) == 5_000
     claims.remove(keys)
     assert not any(key in claims for key in keys) and len(pins.delete("all")) == 5_000 and not len(pins)
+
+
+def test_blocks_on_their_way_down_are_kept_in_parts() -> None:
+    """Half of G2 may wait for a slow tier."""
+    clock, keys = VirtualClock(), list(chain_of(NS, 5_000))
+    tier = MemoryTier(NS, clock)
+    answers = {"finished": Mock(), "position": Mock(), "flush_uses": Mock()}
+    rate = TokenBucket(clock, 0.0, 0.0)
+    queue = WriteBehind(tier, clock, QueueLimits(5_000), lock=Lock(), rate=rate, **answers)
+    for first in range(0, 5_000, 100):
+        batch = ChainBatch(keys, tuple(range(first, first + 100)), (Mock(),) * 100)
+        assert queue.enqueue(batch) == 100
+    assert queue.pending() == 5_000 and all(map(queue.has, keys)) and not queue.space()
+    assert largest_dict(queue._names) <= LARGE_BYTES
 
 
 def test_retained_blocks_are_kept_in_parts() -> None:
