@@ -285,4 +285,5 @@ def test_a_block_of_a_pin_that_never_came_to_cover_it_is_not_uncovered() -> None
     chain = [key(0, 1), key(0, 2)]
     pins.admit("a", chain, 0.0, 60.0, 0, new=2)
     pins.cover("a", chain[:1])
+    pins.cover("a", chain[:1])
     assert pins.delete("a") == chain[:1]
