@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
 from string import hexdigits
@@ -384,3 +385,26 @@ def block_major_layout(vllm_config: Any) -> str | None:
     from vllm.platforms import current_platform
 
     return "BLHNC" if current_platform.is_device_capability_family(100) else "BLNHC"
+
+
+def takes_cross_layers(vllm_config: Any) -> bool:
+    """Whether vLLM 0.27 or 0.28 should keep all layers in one tensor, blocks outside: a block's layers lie side by side
+    then, with tokens before heads. The other order puts the layers inside of the heads, and is not asked for."""
+    if not on_gpu(vllm_config) or find_spec("vllm.v1.kv_cache_layout") is not None:
+        return False
+    layout = getattr(import_module("vllm.v1.attention.backends.utils"), "get_kv_cache_layout", None)
+    return layout is not None and layout() == "NHD"
+
+
+def layers_of(cross_layers: Any, attn_backend: Any, kv_cache_config: Any) -> dict[str, Any]:
+    """Each layer's view of the tensor of all, as `allocate_uniform_kv_caches` of these releases hands them out."""
+    try:
+        order = attn_backend.get_kv_cache_stride_order(include_num_layers_dimension=True)
+    except (AttributeError, NotImplementedError):
+        order = range(cross_layers.dim())
+    layers_first = cross_layers.permute(*(order.index(axis) for axis in range(len(order))))
+    return {
+        name: layers_first[number]
+        for number, tensor in enumerate(kv_cache_config.kv_cache_tensors)
+        for name in tensor.shared_by
+    }

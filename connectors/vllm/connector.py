@@ -105,6 +105,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         return or_fallback(compat.block_major_layout, vllm_config, fallback=None)
 
+    @property
+    def prefer_cross_layer_blocks(self) -> bool:
+        return or_fallback(compat.takes_cross_layers, self._vllm_config, fallback=False)
+
     # A cache delivers nothing: a block that is not saved is computed again.
     @property
     def requires_kv_delivery(self) -> bool:
@@ -304,6 +308,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         if self._worker is not None:
             self._worker.register(kv_caches)
+
+    # In place of it where `prefer_cross_layer_blocks`; 0.27 and 0.28.
+    def register_cross_layers_kv_cache(self, kv_cache: Any, attn_backend: Any) -> None:
+        self.register_kv_caches(compat.layers_of(kv_cache, attn_backend, self._kv_cache_config))
 
     # Sleep mode (called from 0.33 on).
 

@@ -50,6 +50,59 @@ def test_the_layout_that_is_asked_for(
     assert KVTierConnector.get_required_kvcache_layout(config) == asked
 
 
+class Backend:
+    """FlashAttention of vLLM 0.27 and 0.28 where its layout is NHD."""
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool) -> tuple[int, ...]:
+        assert include_num_layers_dimension
+        return (1, 0, 3, 2, 4)
+
+
+def test_a_tensor_of_all_layers_is_registered_layer_by_layer() -> None:
+    """As these releases allocate it: [blocks, layers, tokens, heads, K and V], seen as [layers, blocks, heads, …]."""
+    whole = torch.randn(BLOCKS, LAYERS, TOKENS, HEADS, 2 * DIM)
+    config = SimpleNamespace(kv_cache_tensors=[SimpleNamespace(shared_by=[f"layers.{i}"]) for i in range(LAYERS)])
+    tensors = compat.layers_of(whole, Backend, config)
+    assert all(torch.equal(tensors[f"layers.{i}"], whole[:, i].transpose(1, 2)) for i in range(LAYERS))
+    found = describe(pages(), tensors)
+    assert found.identity == describe(pages(), block_outside()).identity, (
+        "bytes of a block as in any layout of this order"
+    )
+    slots = of_slots(memoryview(bytearray(4 * found.shape.block_bytes)), found.shape.block_bytes, found.shape)
+    assert Planner(found.memory, slots, found.shape).fragments == 1
+    layers_outside = torch.randn(LAYERS, BLOCKS, TOKENS, HEADS, 2 * DIM)  # of a backend that orders nothing
+    plain = compat.layers_of(layers_outside, object, config)
+    assert all(torch.equal(plain[f"layers.{i}"], layers_outside[i]) for i in range(LAYERS))
+    given: list[dict[str, torch.Tensor]] = []
+    connector = object.__new__(KVTierConnector)
+    connector._kv_cache_config = config
+    connector._worker = SimpleNamespace(register=given.append)  # type: ignore[assignment]
+    connector.register_cross_layers_kv_cache(whole, Backend)
+    assert [list(tensors) for tensors in given] == [[f"layers.{i}" for i in range(LAYERS)]]
+
+
+@pytest.mark.parametrize(
+    ("device", "newer", "order", "asked"),
+    [
+        ("cuda", False, "NHD", True),
+        ("cuda", False, "HND", False),
+        ("cuda", True, "NHD", False),
+        ("cpu", False, "NHD", False),
+    ],
+)
+def test_such_a_tensor_is_asked_for_where_a_block_is_one_run_then(
+    monkeypatch: pytest.MonkeyPatch, device: str, newer: bool, order: str, asked: bool
+) -> None:
+    monkeypatch.setattr(compat, "find_spec", lambda name: object() if newer else None)
+    monkeypatch.setattr(compat, "import_module", lambda name: SimpleNamespace(get_kv_cache_layout=lambda: order))
+    connector = object.__new__(KVTierConnector)
+    connector._vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type=device))
+    assert connector.prefer_cross_layer_blocks is asked
+    monkeypatch.setattr(compat, "import_module", lambda name: SimpleNamespace())  # a release without the question
+    assert not connector.prefer_cross_layer_blocks
+
+
 def test_vllm_knows_the_layouts_by_these_names() -> None:
     names = pytest.importorskip("vllm.v1.kv_cache_layout", reason="from 0.30 on").KVCacheLayout.__members__
     assert {"BLNHC", "BLHNC"} <= set(names)
