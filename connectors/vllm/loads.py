@@ -214,12 +214,12 @@ class Loads:
 
     def take(self) -> list[Load]:
         """Loads that are planned and were not taken yet: their requests wait for an answer, whatever happens."""
-        loads, self._planned = self._planned, []
         now = self._clock.monotonic()
-        for load in loads:  # from now on they are waited for: a worker cannot cancel what it was not told of
+        for load in self._planned:  # from now on they are waited for: a worker cannot cancel what it was not told of
             work = self._loading.get(load.moves.job)
             if work is not None and math.isfinite(work.patience_s):
                 heapq.heappush(self._patience, (now + work.patience_s, load.moves.job))
+        loads, self._planned = self._planned, []  # after all that can fail: what is lost here is waited for in vain
         self._named.clear()  # the next step is planned when this one has been answered
         self._in_step_blocks = 0
         return loads
