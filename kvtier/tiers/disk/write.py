@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from kvtier.clock import Clock
 from kvtier.encryption import EncryptionHeader
+from kvtier.errors import TierError
 from kvtier.keyring import TAG_BYTES
 from kvtier.retention.terms import PRIORITY, Depth
 from kvtier.tiers.data_keys import obtain
@@ -312,6 +313,8 @@ class WriteBatch:
                 written[slot.segment].append(place)
         outcomes = await asyncio.gather(*(asyncio.wrap_future(syncs.request(segment)) for segment in written))
         for (segment, places), outcome in zip(written.items(), outcomes, strict=True):
+            if isinstance(outcome, TierError):  # the store is out of use: nothing can be published
+                raise outcome
             if isinstance(outcome, OSError):
                 self._fail(places, self._result_of(outcome, segment))
             elif outcome is not None or syncs.failures != failures:
