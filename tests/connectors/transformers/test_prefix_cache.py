@@ -369,7 +369,7 @@ class TestFaults:
     ) -> None:
         monkeypatch.setattr(device, "_COPY_TIMEOUT_S", 0.01)
         ids = prompt(200)
-        with PrefixCache(config(g1=16), model, clock=clock, tiers=[]) as prefixes:
+        with PrefixCache(config(g1=16, deadlines={"put": "200ms"}), model, clock=clock, tiers=[]) as prefixes:
             cold, _ = turn(prefixes, model, ids)
             prefixes.flush()
             prefixes.pool.evict()
