@@ -40,7 +40,7 @@ class WeightsListener(ABC):
     @falls_back_to(None)
     def weights_change(self) -> None:
         """The weights are about to change in place."""
-        if not self._settings.config.keep_on_reset:
+        if not self._keeps_on_reset():
             self._stale = True  # and stays so where the next call fails
             self._stale = self._rotate()
 
@@ -51,6 +51,9 @@ class WeightsListener(ABC):
         if self._stale:
             self._stale = False
             self._rotate()
+
+    def _keeps_on_reset(self) -> bool:
+        return self._settings.config.keep_on_reset
 
     @abstractmethod
     def _rotate(self) -> bool:

@@ -352,6 +352,9 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         self._loads.clear()
         self._lost = 0
 
+    def _keeps_on_reset(self) -> bool:
+        return self._rotation.config.keep_on_reset  # as it was reloaded
+
     def _rotate(self) -> bool:
         self._requests.clear()
         old = self._pages

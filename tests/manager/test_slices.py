@@ -142,20 +142,22 @@ async def steps_of(
 async def test_no_hold_and_no_turn_grows_with_a_chain(lower: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.manager.housekeeping.Housekeeping.run", nothing)
     with slices_of(SLICE):
-        small, large = await steps_of(SMALL, lower, monkeypatch), await steps_of(LARGE, lower, monkeypatch)
+        # The smaller twice: what the loop takes in one turn may come in two where the machine is busy.
+        small, again = await steps_of(SMALL, lower, monkeypatch), await steps_of(SMALL, lower, monkeypatch)
+        large = await steps_of(LARGE, lower, monkeypatch)
     grown = [
         f"{kind} of {where}: {few[where]} → {steps}"
-        for kind, few, many in zip(("hold", "turn"), longest(small), longest(large), strict=True)
+        for kind, few, many in zip(("hold", "turn"), longest(small, again), longest(large), strict=True)
         for where, steps in many.items()
         if steps > 1.5 * few[where] + 80 and not where.startswith(IN_THE_TEST)
     ]
     assert not grown, "\n".join(grown)
 
 
-def longest(verbs: dict[str, tuple[Counter[str], Counter[str]]]) -> tuple[Counter[str], Counter[str]]:
-    """The longest holds and turns over all verbs."""
+def longest(*runs: dict[str, tuple[Counter[str], Counter[str]]]) -> tuple[Counter[str], Counter[str]]:
+    """The longest holds and turns over all runs and verbs."""
     holds, turns = Counter[str](), Counter[str]()
-    for hold, turn in verbs.values():
+    for hold, turn in (found for verbs in runs for found in verbs.values()):
         holds |= hold
         turns |= turn
     return holds, turns

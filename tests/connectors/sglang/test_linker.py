@@ -248,6 +248,17 @@ def test_an_isolated_class_shares_with_its_own_kind_only(bench: Any) -> None:
     assert b.lookup("other", keys) == 0
 
 
+def test_what_was_reloaded_says_whether_new_weights_keep_blocks(bench: Any) -> None:
+    """The other way round: kept blocks would be served under weights that did not make them."""
+    b = bench(keep_on_reset=True)
+    before = b.linker._rotation.namespace
+    b.linker.weights_change()
+    assert b.linker._rotation.namespace == before
+    b.linker._rotation.follow(b.linker._rotation.config.model_copy(update={"keep_on_reset": False}))
+    b.linker.weights_change()
+    assert b.linker._rotation.namespace != before
+
+
 def test_weights_may_be_declared_the_same_ones(bench: Any) -> None:
     b, keys = bench(keep_on_reset=True), keys_of(2)
     b.offload(keys, [1, 2])
