@@ -18,7 +18,7 @@ Reader = Callable[[Any], Any]
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Arguments of every connector. `model` and `weights` replace what would be derived; "" derives. `own`: those of
-    one connector alone, that were given. `source`: the file that `config` was read from."""
+    one connector alone, that were given. `source`: the file that `config` was read from, absolute."""
 
     config: Config
     model: str = ""
@@ -54,7 +54,7 @@ class Settings:
             if name in readers and value is not None
         }
         common = {name: values.pop(name, "") for name in ("model", "weights")}
-        return cls(config, **common, own=values, source=Path(given) if isinstance(given, str) else None)
+        return cls(config, **common, own=values, source=Path(given).absolute() if isinstance(given, str) else None)
 
 
 def _read(name: str, reader: Reader, value: Any) -> Any:

@@ -369,9 +369,11 @@ def reload_on_sighup(cache: Cache, path: str | Path) -> None:
     comes. A mistake in the file is logged, and changes nothing. Replaces the signal's handler. Raises InvalidRequest on
     another thread than the main one, which alone may set handlers."""
 
+    file = Path(path).absolute()
+
     def reload() -> None:
         try:
-            cache.reload(path)
+            cache.reload(file)
         except KVTierError as wrong:
             log.error("configuration not reloaded: %s", wrong)
         except Exception:

@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+RELOAD_S = 10.0
+"""How long a reload waits for one that began before, whose file may lie on a server that does not answer."""
+
 
 class Face:
     """Shared by both faces: configuration, checks of arguments, and the pid that opened them."""
@@ -89,7 +92,7 @@ class Face:
     def _reload_source(self) -> dict[str, Any]:
         if (source := self.source) is None:
             raise ConfigError("this cache was opened with no YAML file that it could read anew; restart it")
-        return {"file": str(source.absolute()), "changed": self.reload(source)}
+        return {"file": str(source), "changed": self.reload(source)}
 
     def _block_s(self) -> float | None:
         costs = self.manager.promoter.costs()
@@ -173,20 +176,24 @@ class Face:
         """Take over what another configuration, or the YAML file, changes among
         `kvtier.config.changes.RELOADABLE`, from the next call on (capacities: within seconds), without losing a block
         that has a place. Returns the keys that changed. Raises ConfigError, also for a change that needs a restart, and
-        ClosedError; then nothing was changed. Thread-safe, one after the other; not to be called from a signal handler
-        (`reload_on_sighup`)."""
-        with self._reloading:  # the file that was read last is the one in force
+        ClosedError; then nothing was changed. Thread-safe, one after the other: to wait longer than RELOAD_S for
+        another is a ConfigError. Not to be called from a signal handler (`reload_on_sighup`)."""
+        if not self._reloading.acquire(timeout=RELOAD_S):  # the file that was read last is the one in force
+            raise ConfigError(f"another reload has not read its file for {RELOAD_S:.0f} s; nothing was changed")
+        try:
             self._chain((), distinct=False)
             config = config_of(config)
             changed = reloadable_changes(self.config, config, self._opened)
             self.manager.host.arena.slots_in(config.tiers.g2.capacity)  # raises
-            self.manager.apply(limits_of(config, self.namespace))
-            self._retention = config.terms(), config.retention.default
-            self.config = config
-            set_spans(config.trace.spans)
+            limits, retention = limits_of(config, self.namespace), (config.terms(), config.retention.default)
+            set_spans(config.trace.spans)  # the last that may raise
+            self.manager.apply(limits)
+            self.config, self._retention = config, retention
             set_log_lines(config.log.level, config.log.format)
             if self.on_reload is not None:
                 self.on_reload(config)
+        finally:
+            self._reloading.release()
         log.info("configuration reloaded: %s", ", ".join(changed) or "nothing changed")
         return changed
 
@@ -212,8 +219,8 @@ def config_of(config: object) -> Config:
 
 
 def file_of(config: object) -> Path | None:
-    """The file, where `config_of` reads one."""
-    return Path(config) if isinstance(config, str | Path) else None
+    """The file, where `config_of` reads one, wherever the process goes later."""
+    return Path(config).absolute() if isinstance(config, str | Path) else None
 
 
 def keys_of_tokens(tokens: Any, namespace: Namespace, scope: Scope) -> list[bytes]:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,12 +22,14 @@ from kvtier import face
 from kvtier.config import Config
 from kvtier.config.changes import RELOADABLE, reloadable_changes
 from kvtier.config.explain import known_keys
+from kvtier.connectors.settings import Settings
 from kvtier.errors import ClosedError, ConfigError, InvalidRequest
 from kvtier.manager import build
 from kvtier.manager.hierarchy import ManagerLimits
 from kvtier.testing import VirtualClock, chain_of, payloads_of, sample_namespace
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.rate_limiter import WAIT_S_MAX, TokenBucket
+from tests.support.waiting import eventually
 
 NS = sample_namespace(4096)
 FILE = """\
@@ -147,6 +150,63 @@ def test_two_reloads_come_one_after_the_other(cache: kvtier.Cache, file: Path, m
     assert cache.manager.hierarchy.limits.lookup_s == cache.config.deadlines.lookup
 
 
+def test_a_reload_whose_file_does_not_come_holds_no_later_one_up(
+    cache: kvtier.Cache, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file on a server that does not answer; a pipe that nobody writes to stands in."""
+    monkeypatch.setattr(face, "RELOAD_S", 0.05)
+    os.mkfifo(pipe := tmp_path / "pipe.yaml")
+    with ThreadPoolExecutor(2) as pool:
+        stuck = pool.submit(cache.reload, pipe)
+        assert eventually(cache._reloading.locked)
+        later = pool.submit(cache.reload, file)
+        try:
+            with pytest.raises(ConfigError, match="another reload has not read its file"):
+                later.result(10)
+        finally:
+            pipe.write_text("[]")
+        with pytest.raises(ConfigError):
+            stuck.result(30)
+    assert cache.reload(file) == []
+
+
+def test_a_reload_that_fails_at_its_last_step_has_changed_nothing(
+    cache: kvtier.Cache, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenTelemetry is not installed here."""
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    before, limits, level = cache.config, cache.manager.hierarchy.limits, logging.getLogger("kvtier").level
+    changed = text(file.parent, "3MiB/s", "night", "night: {ttl: 8h}", "2s")
+    file.write_text(f"{changed}trace: {{spans: true}}\nlog: {{level: error}}\n")
+    with pytest.raises(ConfigError, match=r"trace\.spans"):
+        cache.reload(file)
+    assert cache.config is before and cache.manager.hierarchy.limits is limits
+    assert logging.getLogger("kvtier").level == level
+    keys = chain_of(NS, 2)
+    with pytest.raises(InvalidRequest):
+        cache.put(keys, payloads_of(keys, 4096), retention="night")
+
+
+def test_its_file_is_found_wherever_the_process_goes_later(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was started in the file's folder, and goes to / as daemons do."""
+    monkeypatch.chdir(file.parent)
+    before = signal.getsignal(signal.SIGHUP)
+    assert Settings.parse({"kvtier_config": file.name}).source == file
+    with kvtier.open(file.name, NS) as cache:
+        kvtier.reload_on_sighup(cache, file.name)
+        try:
+            monkeypatch.chdir("/")
+            file.write_text(text(file.parent, get="3s"))
+            assert cache._answer(b'{"ask": "reload"}') == {
+                "kvtier_answer": 1, "file": str(file), "changed": ["deadlines.get"]
+            }  # fmt: skip
+            file.write_text(text(file.parent, get="4s"))
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert eventually(lambda: cache.config.deadlines.get == 4)
+        finally:
+            signal.signal(signal.SIGHUP, before)
+
+
 def test_a_closed_cache_is_not_reloaded(file: Path) -> None:
     with kvtier.open(file, NS) as cache:
         before = cache.config
@@ -215,17 +275,6 @@ def test_sighup_reloads_and_a_mistake_changes_nothing(
         assert cache.config.deadlines.get == 3
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def eventually(true: object) -> bool:
-    """Whether it is so within half a minute."""
-    assert callable(true)
-    end = time.monotonic() + 30
-    while not true():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 @pytest.fixture

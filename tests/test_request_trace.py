@@ -12,7 +12,6 @@ import os
 import socket
 import stat
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,10 @@ from kvtier.identity.keys import BlockKey
 from kvtier.request_trace import LISTENERS_MAX, WAITING_BLOCKS_MAX, WAITING_MAX, RequestTrace, _Listener, _Seen
 from kvtier.supervisor import Supervisor
 from kvtier.testing import payloads_of, sample_namespace
+from tests.support.trace_socket import listens
+from tests.support.waiting import eventually
 
 NS = sample_namespace(4096)
-_LISTENED_AT = 0x10000  # __SO_ACCEPTCON, proc(5)
 SALT, TOKEN = "tenant-canary-71", 0x5EC2E7
 
 
@@ -70,21 +70,6 @@ def recorded(cache: kvtier.Cache, path: Path, tmp_path: Path) -> Iterator[Callab
     end()
 
 
-def listens(path: Path) -> bool:
-    """The socket lies there a moment before it is listened at; a connection would be a listener."""
-    sockets = (line.split() for line in Path("/proc/net/unix").read_text().splitlines())
-    return any(fields[-1] == str(path) and int(fields[3], 16) & _LISTENED_AT for fields in sockets if len(fields) == 8)
-
-
-def eventually(true: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 30
-    while not true():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.005)
-    return True
-
-
 def ask(cache: kvtier.Cache, tokens: list[int], salt: str | None = None) -> None:
     keys = cache.chain_hashes(tokens, salt)
     with cache.get(keys) as hit:
@@ -110,7 +95,7 @@ def test_what_another_user_listens_with_is_not_believed(
     cache: kvtier.Cache, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its namespace would be the one that a purge is made in, while the tenant's blocks stay."""
-    cli = importlib.import_module("kvtier.cli.trace")
+    cli = importlib.import_module("kvtier.cli.trace_socket")
     assert cli.told_namespace(path)
     user = [4321]
     monkeypatch.setattr(cli, "user_of", lambda connection: user[0], raising=False)

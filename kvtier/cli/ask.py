@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvtier.cli.trace import SocketSilent, connected, socket_of
+from kvtier.cli.trace_socket import SocketSilent, connected, lines_of, socket_of
 from kvtier.errors import FormatError, InvalidRequest
+from kvtier.request_trace import QUESTION_BYTES_MAX
 from kvtier.units import shorten
 
 ANSWER_S = 60.0
@@ -19,28 +20,26 @@ NAME_CHARS_MAX = 80
 
 def ask(source: Path, question: Mapping[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:
     """The answer of the cache at this socket, or at that of this YAML file. Raises SocketSilent where there is none in
-    time, InvalidRequest with the reason of a refusal, FormatError for what is no answer."""
-    path, held, until_s = socket_of(source), bytearray(), time.monotonic() + timeout_s
+    time, InvalidRequest for a question that is too long, or with the reason of a refusal, FormatError for what is no
+    answer."""
+    return ask_at(socket_of(source), question, timeout_s)
+
+
+def ask_at(path: Path, question: Mapping[str, Any], timeout_s: float = ANSWER_S) -> dict[str, Any]:
+    """The same of the cache at this socket."""
+    line, until_s = json.dumps(question).encode() + b"\n", time.monotonic() + timeout_s
+    if len(line) > QUESTION_BYTES_MAX:
+        raise InvalidRequest(f"a question has at most {QUESTION_BYTES_MAX} bytes: no request's id is as long as that")
     with connected(path) as connection:
         try:
-            connection.sendall(json.dumps(question).encode() + b"\n")
-            while time.monotonic() < until_s:
-                try:
-                    part = connection.recv(1 << 20)
-                except TimeoutError:
-                    continue
-                held += part
-                *lines, rest = held.split(b"\n")
-                for line in lines:
-                    if (answer := answer_in(bytes(line))) is not None:
-                        return answer
-                held = bytearray(rest)
-                if len(held) > ANSWER_BYTES_MAX:
-                    raise FormatError(f"{path}: what answers is no trace socket of kvtier: its line does not end")
-                if not part:
-                    raise SocketSilent(f"{path}: no answer: the release of kvtier that runs there takes no questions")
+            connection.sendall(line)
+            for said in lines_of(connection, until_s, ANSWER_BYTES_MAX):
+                if (answer := answer_in(said)) is not None:
+                    return answer
         except OSError as wrong:
             raise SocketSilent(f"{path}: no answer: {wrong}") from None
+    if time.monotonic() < until_s:
+        raise SocketSilent(f"{path}: no answer: the release of kvtier that runs there takes no questions")
     raise SocketSilent(f"{path}: no answer within {timeout_s:.0f} s")
 
 

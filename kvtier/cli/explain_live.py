@@ -38,6 +38,9 @@ REMEDIES = {
     "not_read": "the request was not to read, or ran beside the other one",
 }
 
+NO_ANSWER = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
+"""Of reading an answer with other fields, or other values in them."""
+
 Decode = Callable[[Sequence[int]], str]
 
 
@@ -55,7 +58,7 @@ def explain_request(source: Path, name: str, earlier: str | None, decode: Decode
             return
         for line in _lines(found):
             console().print(line, soft_wrap=True)
-    except (KeyError, TypeError, ValueError, AttributeError) as wrong:
+    except NO_ANSWER as wrong:
         raise FormatError(f"{source}: what answers is no trace socket of this release of kvtier: {wrong!r}") from None
 
 
@@ -130,7 +133,7 @@ def explain_top(source: Path, *, as_json: bool) -> None:
             advice = CAUSES.get(str(row["cause"])) or REMEDIES.get(str(row["cause"]), "see docs/operations.md")
             console().print(f"{shown(row['prefix'])} {_named(row['cause'])}: {advice}. Last in {shown(row['latest'])}.",
                             soft_wrap=True)  # fmt: skip
-    except (KeyError, TypeError, ValueError, AttributeError) as wrong:
+    except NO_ANSWER as wrong:
         raise FormatError(f"{source}: what answers is no trace socket of this release of kvtier: {wrong!r}") from None
 
 

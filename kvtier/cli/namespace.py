@@ -62,7 +62,7 @@ def _held(source: Path) -> dict[str, dict[str, Any]]:
     elif source.is_socket():
         found = _of_running(source)
     elif source.suffix in (".yaml", ".yml"):
-        config = Config.load(source)
+        config = Config.load(source, absent={})  # the engine's secrets say nothing of it
         if config.tiers.g3 is not None:
             found = namespaces_in(config.tiers.g3.path)
         elif config.trace.socket is not None:
@@ -77,7 +77,7 @@ def _held(source: Path) -> dict[str, dict[str, Any]]:
 
 def _of_running(socket: Path) -> dict[bytes, dict[str, Any]]:
     """Of the cache that listens there."""
-    from kvtier.cli.trace import told_namespace
+    from kvtier.cli.trace_socket import told_namespace
 
     told = Namespace.parse(told_namespace(socket))
     return {told.digest: told.fields()}

@@ -18,7 +18,7 @@ import typer
 from rich.live import Live
 
 from kvtier.cli.output import Json, console, write_json
-from kvtier.cli.top_latest import read_latest
+from kvtier.cli.top_latest import NOTHING, latest_of
 from kvtier.cli.top_view import Figures, Screen, parse_figures
 from kvtier.cli.top_web import WebView, served
 from kvtier.errors import InvalidRequest, KVTierError
@@ -74,16 +74,15 @@ def top(
 
 
 def serve_page(screen: Screen, url: str, interval: float, port: int, engine: Path | None = None) -> None:
-    """Read and serve the page until the user leaves. Raises InvalidRequest for an `engine` that is none."""
+    """Read and serve the page until the user leaves. Raises InvalidRequest or ConfigError for an `engine` that is
+    none."""
+    latest = latest_of(engine) if engine is not None else lambda: dict(NOTHING)
 
     def read() -> Figures:
-        if engine is not None:
-            screen.latest = read_latest(engine)
+        screen.latest = latest()
         return read_figures(url)
 
-    view = WebView()
-    if engine is not None:
-        screen.latest = read_latest(engine)
+    view, screen.latest = WebView(), latest()
     view.show(screen)
     with served(view, port) as address, quit_key() as wait:
         print(f"{address} shows {shorten(url)}; q or Ctrl-C ends it", flush=True)

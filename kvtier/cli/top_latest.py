@@ -4,12 +4,13 @@ socket; whoever answers there, the page is given rows of known types."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvtier.cli.ask import ask, shown
-from kvtier.errors import FormatError, InvalidRequest, KVTierError
+from kvtier.cli.ask import ask_at, shown
+from kvtier.cli.trace_socket import socket_of
+from kvtier.errors import FormatError, KVTierError
 
 WAIT_S = 5.0
 ROWS_MAX = 20
@@ -17,15 +18,18 @@ TIERS_MAX = 8
 NOTHING: dict[str, Any] = {"asked": False, "fault": "", "requests": 0, "since_s": None, "prefixes": [], "slow": []}
 
 
-def read_latest(engine: Path) -> dict[str, Any]:
-    """The rows, or the reason why there are none. Waits WAIT_S at most. Raises InvalidRequest for what is neither a
-    socket nor a YAML file."""
-    try:
-        return rows_of(ask(engine, {"ask": "latest"}, WAIT_S))
-    except InvalidRequest:
-        raise
-    except KVTierError as wrong:
-        return {**NOTHING, "asked": True, "fault": str(wrong)}
+def latest_of(engine: Path) -> Callable[[], dict[str, Any]]:
+    """Reads the rows, or the reason why there are none now: an engine may go and come back. Waits WAIT_S at most.
+    Raises InvalidRequest for what is neither a socket nor a YAML file, and ConfigError."""
+    path = socket_of(engine)
+
+    def read() -> dict[str, Any]:
+        try:
+            return rows_of(ask_at(path, {"ask": "latest"}, WAIT_S))
+        except (KVTierError, OSError) as wrong:
+            return {**NOTHING, "asked": True, "fault": str(wrong)}
+
+    return read
 
 
 def rows_of(answer: Mapping[str, Any]) -> dict[str, Any]:

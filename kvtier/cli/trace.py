@@ -4,24 +4,19 @@ other formats."""
 from __future__ import annotations
 
 import contextlib
-import json as jsonlib
-import os
 import socket
-import stat
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from kvtier.bench.retention.recording import Recording, write_mooncake, write_trace
 from kvtier.bench.retention.traces import load_trace
 from kvtier.cli.output import Json, console, write_json
-from kvtier.config import Config
-from kvtier.errors import ConfigError, FormatError, InvalidRequest, KVTierError
-from kvtier.request_trace import user_of
+from kvtier.cli.trace_socket import SILENT, SocketSilent, connected, lines_of, socket_of
+from kvtier.errors import InvalidRequest
 from kvtier.units import parse_duration
 
 Source = Annotated[
@@ -41,14 +36,6 @@ Millis = Annotated[bool, typer.Option("--milliseconds", help="Its timestamps cou
 Limit = Annotated[int | None, typer.Option("--limit", min=1, help="Only so many requests.")]
 
 LINE_BYTES_MAX = 64 << 20
-TICK_S = 0.5
-TELL_S = 5.0
-HEADER_BYTES_MAX = 1 << 20
-"""How long a socket's first line may take, and be."""
-
-
-class SocketSilent(KVTierError):
-    """Nobody answers at the trace socket."""
 
 
 def record(source: Source, out: Out, duration: For = None, force: Force = False, json: Json = False) -> None:
@@ -102,74 +89,11 @@ def convert(
 
 def _follow(connection: socket.socket, recording: Recording, until_s: float) -> None:
     """Take lines in until the time is over, the engine has ended, or the recording is full."""
-    held, begun = bytearray(), False
-    while time.monotonic() < until_s and not recording.full:
-        try:
-            part = connection.recv(1 << 20)
-        except TimeoutError:
-            continue
-        held += part
-        *lines, rest = held.split(b"\n")
-        for line in lines:
-            (recording.add if begun else recording.begin)(bytes(line))
-            begun = True
-        held = bytearray(rest)
-        if len(held) > LINE_BYTES_MAX:
-            raise FormatError("what answers is no trace socket of kvtier: its line does not end")
-        if not part:
+    begun = False
+    for line in lines_of(connection, until_s, LINE_BYTES_MAX):
+        (recording.add if begun else recording.begin)(line)
+        begun = True
+        if recording.full:
             break
     if not begun:
-        raise SocketSilent("the trace socket says nothing: it serves its own user, four listeners at most")
-
-
-@contextlib.contextmanager
-def connected(path: Path) -> Iterator[socket.socket]:
-    """A connection to a cache's trace socket. Raises SocketSilent, also where another user may have put it there: what
-    it says names what is purged."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(TICK_S)
-        try:
-            connection.connect(str(path))
-        except (OSError, ValueError) as wrong:
-            raise SocketSilent(
-                f"{path}: no cache listens there: {wrong}; is the engine up, with trace.socket?"
-            ) from None
-        user, own = user_of(connection), os.geteuid()
-        shared = path.parent.stat().st_mode & stat.S_IWOTH
-        if user not in (0, own) and (own or shared):  # root may listen to a service in a folder that is not all's
-            raise SocketSilent(f"{path}: user {user} listens there; put trace.socket into a folder of the engine's own")
-        yield connection
-
-
-def told_namespace(path: Path) -> dict[str, Any]:
-    """The fields of the namespace that the cache at a trace socket has. Raises SocketSilent or FormatError."""
-    held, until_s = b"", time.monotonic() + TELL_S
-    with connected(path) as connection:
-        while b"\n" not in held and time.monotonic() < until_s and len(held) < HEADER_BYTES_MAX:
-            try:
-                part = connection.recv(1 << 16)
-            except TimeoutError:
-                continue
-            if not part:
-                break
-            held += part
-    if not held:
-        raise SocketSilent("the trace socket says nothing: it serves its own user, four listeners at most")
-    try:
-        fields = jsonlib.loads(held.partition(b"\n")[0])["namespace"]
-    except (ValueError, TypeError, KeyError, RecursionError):
-        fields = None
-    if not isinstance(fields, dict):
-        raise FormatError(f"{path}: what answers is no trace socket of this release of kvtier")
-    return fields
-
-
-def socket_of(source: Path) -> Path:
-    if source.is_socket():
-        return source
-    if source.suffix not in (".yaml", ".yml"):
-        raise InvalidRequest(f"{source} is neither a socket nor a YAML file")
-    path = Config.load(source).trace.socket
-    if path is None:
-        raise ConfigError(f"{source}: trace.socket is not set: give it a path and start the engine anew")
-    return path
+        raise SocketSilent(SILENT)

@@ -19,7 +19,7 @@ from typing import Any
 from kvtier.errors import InvalidRequest, KVTierError
 from kvtier.journal.breaks import dearest, loss_of, losses, nearest
 from kvtier.journal.figures import heat, slow, told
-from kvtier.journal.journal import Journal
+from kvtier.journal.journal import NAME_CHARS_MAX, Journal
 from kvtier.journal.parting import Parting
 from kvtier.journal.served import Remembered
 from kvtier.units import shorten
@@ -120,7 +120,7 @@ def _find(latest: list[Remembered], name: object, key: str) -> int:
     if not isinstance(name, str) or not name:
         raise InvalidRequest(f"{key}: the id of a request")
     for wanted in (name, f"{name}-0"):
-        found = [number for number, one in enumerate(latest) if one.served.name == wanted]
+        found = [number for number, one in enumerate(latest) if one.served.name == wanted[:NAME_CHARS_MAX]]
         if found:
             return found[-1]
     raise InvalidRequest(f"{key}: {shorten(name)} is not among the latest {len(latest)} requests that have ended")

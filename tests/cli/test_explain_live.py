@@ -9,7 +9,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 import kvtier
 from kvtier.cli.ask import ask
 from kvtier.cli.prompt_break import BUILTIN
-from kvtier.cli.trace import SocketSilent
+from kvtier.cli.trace_socket import SocketSilent
 from kvtier.config import Config
 from kvtier.errors import FormatError, InvalidRequest
 from kvtier.identity.keys import make_keys, scope_of
@@ -27,20 +27,12 @@ from kvtier.journal.journal import Journal
 from kvtier.journal.served import ServedRequest
 from kvtier.request_trace import LISTENERS_MAX
 from kvtier.testing import payloads_of, sample_namespace
+from tests.support.waiting import eventually
 
 NS = sample_namespace(4096)
 RANDOM = random.Random(11)
 SYSTEM = [RANDOM.randrange(50_000) for _ in range(400)]
 HISTORY = [RANDOM.randrange(50_000) for _ in range(1200)]
-
-
-def eventually(true: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 30
-    while not true():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.005)
-    return True
 
 
 @pytest.fixture
@@ -111,6 +103,21 @@ def test_the_engine_s_yaml_names_its_socket(cache: kvtier.Cache, path: Path, tmp
     served(cache, "cmpl-7-0", SYSTEM)
     (tmp_path / "kv.yaml").write_text(f"tiers: {{g2: {{capacity: 1MiB}}}}\ntrace: {{socket: {path}}}\n")
     assert run("explain", "--engine", tmp_path / "kv.yaml", "cmpl-7", "--json").json()["request"]["name"] == "cmpl-7-0"
+
+
+def test_long_ids_are_found_and_ids_that_no_request_has_are_refused(cache: kvtier.Cache, path: Path, run: Any) -> None:
+    """A client may choose its request's id; of the longest 256 characters are remembered."""
+    name = "trace-" + "0123456789" * 40
+    served(cache, f"{name}-0", SYSTEM)
+    for wanted in (f"{name}-0", name):
+        found = run("explain", "--engine", path, wanted, "--json")
+        assert found.status == 0 and name.startswith(found.json()["request"]["name"])
+    failed = run("explain", "--engine", path, name * 20)
+    assert failed.status == 2 and "a question has at most 4096 bytes" in failed.err
+    for odd in ("a\ud800b", "\x1b[31m", "‮evil"):
+        failed = run("explain", "--engine", path, odd)
+        assert failed.status == 2 and "is not among the latest" in failed.err
+        assert not set("\x1b‮\ud800") & set(failed.err)
 
 
 def test_a_get_of_a_program_is_explained_by_its_names(cache: kvtier.Cache, path: Path, run: Any) -> None:
@@ -219,6 +226,12 @@ def test_a_question_that_does_not_end_is_given_up(cache: kvtier.Cache, path: Pat
     assert eventually(lambda: not cache.trace._listeners) and answers(path)
 
 
+def endless(**changed: Any) -> bytes:
+    """An answer with a number that has no end."""
+    request = {"name": "r", "why": "", "given": {}, "ago_s": 1.0, "input_tokens": 1, "computed_tokens": 1, **changed}
+    return json.dumps({"kvtier_answer": 1, "request": request, "earlier": None, "requests": 1}).encode() + b"\n"
+
+
 @pytest.mark.parametrize(
     ("said", "error"),
     [
@@ -226,6 +239,8 @@ def test_a_question_that_does_not_end_is_given_up(cache: kvtier.Cache, path: Pat
         (b'{"kvtier_answer": 2}\n', FormatError),
         (b'{"kvtier_answer": 1, "request": 7, "earlier": null}\n', FormatError),
         (b'{"kvtier_answer": ' + b"[" * 9999 + b"\n", FormatError),
+        (endless(given={"g2": float("inf")}), FormatError),
+        (endless(ago_s=float("inf")), FormatError),
         (b'{"kvtier_answer": 1, "refused": "no \\u001b[31m"}\n', InvalidRequest),
         (b'{"kvtier_trace": 1}\n', SocketSilent),
         (b"", SocketSilent),

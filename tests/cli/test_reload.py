@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ import pytest
 import kvtier
 from kvtier.config import Config
 from kvtier.testing import chain_of, payloads_of, sample_namespace
+from tests.support.trace_socket import listens
+from tests.support.waiting import eventually
 
 NS = sample_namespace(4096)
 FILE = (
@@ -33,15 +34,8 @@ def file(tmp_path: Path) -> Path:
 @pytest.fixture
 def cache(file: Path, tmp_path: Path) -> Iterator[kvtier.Cache]:
     with kvtier.open(file, NS) as cache:
-        listens(tmp_path / "kv.sock")
+        assert eventually(lambda: listens(tmp_path / "kv.sock"))
         yield cache
-
-
-def listens(path: Path) -> None:
-    end = time.monotonic() + 30
-    while not path.is_socket():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_it_takes_over_what_the_file_changes_and_keeps_every_block(
@@ -57,6 +51,19 @@ def test_it_takes_over_what_the_file_changes_and_keeps_every_block(
     with cache.get(keys) as hit:
         assert len(hit) == 4
     assert run("reload", tmp_path / "kv.sock").out == f"{file}: nothing changed\n"
+
+
+def test_who_reloads_need_not_have_the_engine_s_secrets(file: Path, tmp_path: Path, run: Any, monkeypatch: Any) -> None:
+    """A service manager gave them to the engine; the operator's shell has none."""
+    file.write_text(text(tmp_path, more="security: {scope_secret: '${KVTIER_TEST_SECRET}'}\n"))
+    monkeypatch.setenv("KVTIER_TEST_SECRET", "0123456789abcdef")
+    with kvtier.open(file, NS) as cache:
+        assert eventually(lambda: listens(tmp_path / "kv.sock"))
+        cache.source = None  # it shares this process's environment: nothing is read anew
+        monkeypatch.delenv("KVTIER_TEST_SECRET")
+        failed = run("reload", file)
+        assert failed.status == 2 and "opened with no YAML file" in failed.err, "the engine was asked"
+        assert run("namespace", file, "--json").status == 0
 
 
 @pytest.mark.parametrize(
@@ -79,7 +86,7 @@ def test_what_cannot_be_taken_over_is_named_and_nothing_changes(
 def test_a_cache_without_a_file_says_so(tmp_path: Path, run: Any) -> None:
     raw = {"tiers": {"g2": {"capacity": "1MiB"}}, "trace": {"socket": str(tmp_path / "kv.sock")}}
     with kvtier.open(Config.parse(raw), NS):
-        listens(tmp_path / "kv.sock")
+        assert eventually(lambda: listens(tmp_path / "kv.sock"))
         failed = run("reload", tmp_path / "kv.sock")
     assert failed.status == 2 and "opened with no YAML file" in failed.err
     assert run("reload", tmp_path / "kv.sock").status == 2

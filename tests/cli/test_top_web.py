@@ -24,11 +24,13 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from kvtier.cli.top_latest import ROWS_MAX, read_latest, rows_of
+from kvtier.cli import top
+from kvtier.cli.top_latest import ROWS_MAX, latest_of, rows_of
 from kvtier.cli.top_view import Screen, parse_figures
 from kvtier.cli.top_web import CONNECTIONS_MAX, WebView, served
 from kvtier.errors import FormatError, InvalidRequest
 from kvtier.metrics import serve
+from tests.support.trace_socket import listening_cache
 
 PAGE = """\
 kvtier_build_info{version="9.9.9"} 1
@@ -222,7 +224,42 @@ def test_rows_are_few_and_names_are_short() -> None:
 
 def test_an_engine_that_does_not_answer_is_told_and_the_page_goes_on(tmp_path: Path) -> None:
     (tmp_path / "kv.yaml").write_text(f"tiers: {{g2: {{capacity: 1MiB}}}}\ntrace: {{socket: {tmp_path}/none.sock}}\n")
-    told = read_latest(tmp_path / "kv.yaml")
+    told = latest_of(tmp_path / "kv.yaml")()
     assert told["asked"] and "no cache listens there" in told["fault"] and not told["slow"]
     with pytest.raises(InvalidRequest, match="neither a socket nor a YAML"):
-        read_latest(tmp_path / "none.sock")
+        latest_of(tmp_path / "none.sock")
+
+
+def test_an_engine_that_goes_refuses_and_comes_back_leaves_the_page_up(
+    tmp_path: Path, screen: Screen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart of the engine takes its socket away for a minute."""
+    path, wait = tmp_path / "kv.sock", iter([False, False, False, True])
+    seen: list[dict[str, Any]] = []
+    caches = contextlib.ExitStack()
+    caches.enter_context(listening_cache(path))
+
+    def step(_seconds: float) -> bool:
+        seen.append(screen.latest)
+        if len(seen) == 1:
+            caches.close()  # it restarts
+        elif len(seen) == 2:
+            cache = caches.enter_context(listening_cache(path))
+            cache.trace._answer = lambda line: {"kvtier_answer": 1, "refused": "ask is request or breaks"}
+        elif len(seen) == 3:
+            caches.close()
+            caches.enter_context(listening_cache(path))
+        return next(wait)
+
+    monkeypatch.setattr(top, "quit_key", lambda: contextlib.nullcontext(step))
+    monkeypatch.setattr(top, "read_figures", lambda url: parse_figures(PAGE))
+    with caches:
+        top.serve_page(screen, "http://127.0.0.1/metrics", 0.2, 0, path)
+    faults = [latest["fault"] for latest in [*seen, screen.latest]]
+    assert [bool(fault) for fault in faults] == [False, True, True, False, False]
+    assert "no cache listens there" in faults[1] and "ask is request or breaks" in faults[2]
+
+
+def test_a_browser_without_scripts_is_told_where_the_figures_are() -> None:
+    page = files("kvtier.cli").joinpath("top_page.html").read_text()
+    assert "kvtier top" in page.partition("<noscript>")[2].partition("</noscript>")[0]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 from manual_mover import ManualFlight, ManualMover
@@ -12,13 +10,7 @@ from manual_mover import ManualFlight, ManualMover
 from kvtier.errors import TierError
 from kvtier.kernels.copy import Ack, CopyEngine, Moves, Outcome
 from kvtier.kernels.pump import Pump
-
-
-def eventually(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20.0
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
+from tests.support.waiting import eventually
 
 
 def outcomes(acks: list[Ack]) -> list[tuple[int, Outcome]]:
@@ -80,12 +72,12 @@ def test_opening_holds_nobody_up_and_commands_before_its_end_are_refused() -> No
     ticket = pump.load(Moves.of([(1, 1, 0)]))
     assert not pump.ready and pump.mark() is None and outcomes(pump.poll()) == [(ticket, Outcome.REFUSED)]
     may_open.set()
-    eventually(lambda: pump.ready)
+    assert eventually(lambda: pump.ready)
     ticket = pump.load(Moves.of([(1, 1, 0)]))
-    eventually(lambda: mover.flights)
+    assert eventually(lambda: mover.flights)
     mover.end(0)
     acks: list[Ack] = []
-    eventually(lambda: acks.extend(pump.poll()) or acks)
+    assert eventually(lambda: acks.extend(pump.poll()) or acks)
     assert outcomes(acks) == [(ticket, Outcome.DONE)]
     assert pump.close(5.0) and mover.closed
 
@@ -100,7 +92,7 @@ def test_an_engine_that_is_still_being_opened_is_closed_once_it_is_open() -> Non
     pump = Pump(slow)
     assert pump.close(0.0) and not mover.closed, "nothing was copied"
     may_open.set()
-    eventually(lambda: mover.closed)
+    assert eventually(lambda: mover.closed)
 
 
 def test_an_engine_that_cannot_be_opened_refuses_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
@@ -108,7 +100,7 @@ def test_an_engine_that_cannot_be_opened_refuses_and_says_why(caplog: pytest.Log
         raise TierError("g1", "open", "no such device")
 
     pump = Pump(broken)
-    eventually(lambda: pump.failure)
+    assert eventually(lambda: pump.failure)
     ticket = pump.load(Moves.of([(1, 1, 0)]))
     assert outcomes(pump.poll()) == [(ticket, Outcome.REFUSED)]
     assert "no such device" in pump.failure and not pump.ready and pump.close(1.0)
@@ -162,10 +154,10 @@ def test_a_bug_in_a_tick_is_logged_and_does_not_end_the_thread_at_once(
 
     monkeypatch.setattr(CopyEngine, "poll", buggy)
     pump = Pump(lambda: CopyEngine(mover))
-    eventually(lambda: "a bug" in caplog.text)
+    assert eventually(lambda: "a bug" in caplog.text)
     pump.load(Moves.of([(2, 2, 0)]))
-    eventually(lambda: mover.flights)
+    assert eventually(lambda: mover.flights)
     assert not pump.failure
     mover.end(0)
-    eventually(pump.poll)
+    assert eventually(pump.poll)
     assert pump.close(5.0)

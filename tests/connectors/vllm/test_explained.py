@@ -18,6 +18,8 @@ from kvtier.cli.ask import ask
 from kvtier.errors import InvalidRequest
 from kvtier.metrics import serve
 from tests.connectors.vllm.support.modelless import Modelless
+from tests.support.trace_socket import listens
+from tests.support.waiting import eventually
 
 SIZE, SALT, FIRST = 8, "tenant-canary-58", 700
 
@@ -32,16 +34,9 @@ def engine(tmp_path: Path, socket: Path) -> Iterator[Modelless]:
     config = {"tiers": {"g2": {"capacity": "2MiB"}}, "trace": {"socket": str(socket)}}
     engine = Modelless(tmp_path, [], size=SIZE, connector={"kvtier_config": config})
     engine.loads_first = True
-    listening(socket)
+    assert eventually(lambda: listens(socket))
     yield engine
     engine.close()
-
-
-def listening(socket: Path) -> None:
-    end = time.monotonic() + 30
-    while not socket.is_socket():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def prompt(seed: int, length: int = 100) -> list[int]:
@@ -129,7 +124,7 @@ def test_a_reload_of_a_running_engine_holds_for_later_requests_and_later_caches(
     engine = Modelless(tmp_path, [], size=SIZE, connector={"kvtier_config": str(file)})
     engine.loads_first = True
     try:
-        listening(socket)
+        assert eventually(lambda: listens(socket))
         terms = {}
         for default in ("24h", "5m"):
             file.write_text(text.format("1MiB", default, socket))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +20,7 @@ from kvtier.kernels import engine
 from kvtier.kernels.copy import CopyEngine
 from kvtier.tiers.host.arena import Arena
 from tests.connectors.vllm.test_parts import LAYERS, PAGE, handle_of, layer_outside, pages
+from tests.support.waiting import eventually
 
 
 @pytest.fixture
@@ -30,13 +29,6 @@ def arena() -> Any:
     arena.open()
     yield arena
     arena.close()
-
-
-def eventually(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20.0
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
 
 
 def registered() -> tuple[WorkerHalf, dict[str, torch.Tensor]]:
@@ -63,7 +55,7 @@ def test_an_engine_on_a_gpu_is_opened_aside_and_nothing_is_offered_until_it_is(
     assert worker.received() == {"early"} and worker.bad_blocks() == {2}
     worker.attach(handle_of(arena))  # told again while it is being opened
     may_open.set()
-    eventually(lambda: worker.answer().unreached == 0)
+    assert eventually(lambda: worker.answer().unreached == 0)
     worker.store([StepMoves(2, (4,), (3,), (0,))])
     done: dict[int, int] = {}
 
@@ -72,9 +64,9 @@ def test_an_engine_on_a_gpu_is_opened_aside_and_nothing_is_offered_until_it_is(
         done.update(worker.answer().done)
         return job in done
 
-    eventually(lambda: answered(2))
+    assert eventually(lambda: answered(2))
     worker.load([Load("r", StepMoves(3, (1,), (3,), (0,)))])
-    eventually(lambda: answered(3))
+    assert eventually(lambda: answered(3))
     assert worker.received() == {"r"} and worker.bad_blocks() == set()
     assert all(torch.equal(tensor[1], tensor[4]) for tensor in tensors.values())
     worker.close()
@@ -87,7 +79,7 @@ def test_a_load_in_step_is_refused_where_another_thread_would_copy(
     monkeypatch.setattr(Described, "on_gpu", True)
     worker, _ = registered()
     worker.attach(handle_of(arena))
-    eventually(lambda: worker.answer().unreached == 0)
+    assert eventually(lambda: worker.answer().unreached == 0)
     worker.load([Load("r", StepMoves(1, (2,), (0,), (0,)), in_step=True)])
     answer = worker.answer()
     assert (answer.done, answer.failed) == ({1: 1}, {1: {0}})
@@ -109,10 +101,10 @@ def test_an_engine_that_cannot_be_opened_is_tried_again_when_the_scheduler_asks(
     monkeypatch.setattr(Described, "on_gpu", True)
     worker, _ = registered()
     worker.attach(handle_of(arena))
-    eventually(lambda: worker._engine.failure)  # type: ignore[union-attr]
+    assert eventually(lambda: worker._engine.failure)  # type: ignore[union-attr]
     assert worker.answer().unreached == 1
     worker.attach(handle_of(arena))
-    eventually(lambda: worker.answer().unreached == 0)
+    assert eventually(lambda: worker.answer().unreached == 0)
     worker.close()
 
 

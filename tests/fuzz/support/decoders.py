@@ -520,7 +520,7 @@ ELSEWHERE = {
     "bench.peers.vllm_engine": "a job of the benchmark's own",
     "bench.tiers.host": "memory of its own",
     "cli.bench.retention": "results of an earlier run of the command, chosen by a person",
-    "cli.trace": "a namespace from a cache of the same user: what is no JSON object is an error that says so",
+    "cli.trace_socket": "a namespace from a cache of the same user: what is no JSON object is an error that says so",
     "connectors.sglang.events": "keys of its own",
     "connectors.sglang.hicache": "hashes that SGLang hands over in its process",
     "connectors.sglang.linker": "hashes that SGLang hands over in its process",
