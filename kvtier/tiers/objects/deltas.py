@@ -2,9 +2,10 @@
 
     {prefix}/ctl/{ns}/delta/{µs hex}-{replica hex}     named by its writer's wall time
 
-Their bytes are in delta_format.py. Hints only: a read verifies. They are listed with start-after, from OVERLAP_S
-before the youngest name seen, since writers' clocks differ, and deleted after KEEP_S. Names further in the future than
-OVERLAP_S are not believed. A delta may be empty: the server's stamp on it tells its writer how far its clock is off.
+Their bytes are in delta_format.py. Hints only: a read verifies. They are listed with start-after, from some time before
+the youngest name seen and the last listing, since writers' clocks differ, and deleted after KEEP_S. Names further in
+the future than OVERLAP_S are not believed. A delta may be empty: the server's stamp on it tells its writer how far its
+clock is off.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvtier.tiers.objects.hints import UnitHint
 from kvtier.tiers.objects.index import ObjectIndex
 from kvtier.tiers.objects.names import ObjectNames
 from kvtier.tiers.objects.signed import Signer
-from kvtier.times import Mono
+from kvtier.times import Mono, Wall
 
 ENTRIES_MAX = 1024
 DELTA_BYTES_MAX = 8 << 20
@@ -44,6 +45,13 @@ MERGED_KEEP_S = 300.0
 OVERLAP_S = 120.0
 """How far writers' clocks may differ before a delta is missed, and its objects are left to probes."""
 
+NEAR_S = 20.0
+"""How far they may differ before a delta is found late, by a listing that goes OVERLAP_S back. Others go back as far as
+this: in two minutes a large fleet writes more names than a page has."""
+
+OVERLAP_EVERY_S = 60.0
+"""Between two listings that go OVERLAP_S back."""
+
 SKEW_OLD_S = 600.0
 """Age at which a delta says nothing any more of its writer's clock."""
 
@@ -53,7 +61,8 @@ KEEP_S = 3600.0
 _SAME_US = 1000  # deltas in one reading of a coarse clock
 
 READS_MAX = 8
-"""Deltas read per poll; those that are left come with their window."""
+"""Deltas read per poll, one fewer for each doubling of the replicas that write, down to one. The rest come with their
+windows: the more there are, the smaller the share that reads one by one could bring, at a request each."""
 
 WINDOWS_READ_MAX = 64
 """Merged windows read per poll."""
@@ -95,6 +104,8 @@ class Deltas:
         self._last_published: tuple[str, Mono] | None = None  # name, and when
         self._polled = float("-inf")
         self._youngest_us = 0
+        self._listed_s = Wall(0.0)
+        self._overlapped = Mono("-inf")  # when a listing went OVERLAP_S back
         self._seen: OrderedDict[str, None] = OrderedDict()
         self._unread: OrderedDict[str, Stat] = OrderedDict()
         self._windows: deque[Stat] = deque()  # merged, to be read
@@ -161,8 +172,8 @@ class Deltas:
         return bool(self._windows) or self._clock.monotonic() - self._polled >= self._poll_s
 
     async def poll(self) -> None:
-        """Learn what others published, at most every POLL_S: from merged windows, and from the deltas since, youngest
-        first, READS_MAX at most. Then merge what is this replica's to merge. What cannot be read is skipped. Raises
+        """Learn what others published, at most every POLL_S: from merged windows, and from some of the deltas since,
+        youngest first. Then merge what is this replica's to merge. What cannot be read is skipped. Raises
         TierError."""
         left = READ_BYTES_MAX
         now = self._clock.monotonic()
@@ -173,7 +184,8 @@ class Deltas:
             self._prefer_windows(new)
             self._replicas = self._catalogue.count_replicas()
             self._poll_s = POLL_S if new or found or self._unread else min(IDLE_POLL_S, 2 * self._poll_s)
-            for _ in range(min(len(self._unread), READS_MAX)):
+            reads_max = max(1, READS_MAX - self._replicas.bit_length() + 1)
+            for _ in range(min(len(self._unread), reads_max)):
                 left -= next(reversed(self._unread.values())).size
                 if left < 0:
                     break
@@ -187,9 +199,13 @@ class Deltas:
 
     async def _list(self, pages_max: int) -> int:
         """List deltas; returns how many are new and to be read."""
-        wall_s = self._clock.wall()
+        wall_s, now = self._clock.wall(), self._clock.monotonic()
         future_us, pages = int((wall_s + OVERLAP_S) * 1e6), 0
-        after_us = max(self._youngest_us - int(OVERLAP_S * 1e6), int((wall_s - KEEP_S) * 1e6), 0)
+        whole = now - self._overlapped >= OVERLAP_EVERY_S
+        back_s = OVERLAP_S if whole else NEAR_S
+        # Not only from the youngest name on: that of a writer whose clock is ahead would hide the others'.
+        known_s = min(self._youngest_us / 1e6, self._listed_s)
+        after_us = int(max(known_s - back_s, wall_s - KEEP_S, 0) * 1e6)
         new = 0
         async for page in self._bucket.list(self._names.deltas, f"{self._names.deltas}{after_us:016x}"):
             for stat in page:
@@ -204,6 +220,9 @@ class Deltas:
             pages += 1
             if pages == pages_max or (page and stamp_us(page[-1].name) > future_us):
                 break
+        self._listed_s = wall_s if pages < pages_max else Wall(min(wall_s, self._youngest_us / 1e6))
+        if whole:
+            self._overlapped = now
         while len(self._unread) > UNREAD_MAX:
             self._unread.popitem(last=False)
         return new

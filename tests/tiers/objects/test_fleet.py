@@ -13,9 +13,10 @@ from kvtier.tiers.objects import catalogue, deltas, sweep
 from tests.tiers.objects.support.virtual_bucket import NS, Replica, VirtualServer
 
 
-async def per_minute(count: int, seconds: float = 60.0) -> tuple[float, float]:
-    """Requests per replica and minute of a fleet at work, mean and maximum, after it has started."""
-    fleet = Fleet(count, every_s=20)
+async def per_minute(count: int, seconds: float = 60.0, every_s: float = 20) -> tuple[float, float]:
+    """Requests per replica and minute of a fleet at work, mean and maximum, after it has started. Each replica writes a
+    unit every `every_s`."""
+    fleet = Fleet(count, every_s)
     await fleet.run(120)
     before = fleet.requests()
     await fleet.run(seconds)
@@ -48,6 +49,84 @@ async def test_requests_grow_with_the_logarithm_of_the_fleet() -> None:
     print(f"requests per replica and minute: 10: {ten}, 100: {hundred}")
     assert hundred[0] <= ten[0] + 10 * math.log2(10)
     assert hundred[1] <= 3 * ten[1], "nobody's share is many times another's"
+
+
+@pytest.mark.long
+async def test_ten_times_as_many_replicas_add_the_same_each_time() -> None:
+    one, ten, hundred = [(await per_minute(count, 300, every_s=60))[0] for count in (1, 10, 100)]
+    print(f"requests per replica and minute: 1: {one}, 10: {ten}, 100: {hundred}")
+    assert hundred - ten <= ten - one
+
+
+async def published(count: int) -> VirtualServer:
+    """A bucket with one delta each of so many replicas."""
+    server = VirtualServer()
+    for number in range(count):
+        replica = Replica(server, number, stride=1, number=number)
+        await replica.write(chain_of(NS, 1, number))
+        await replica.store.deltas.publish()
+    return server
+
+
+@pytest.mark.parametrize(("count", "most"), [(1, 1), (8, 5), (64, 2), (130, 1)])
+async def test_the_more_replicas_write_the_fewer_deltas_are_read_one_by_one(count: int, most: int) -> None:
+    """The windows bring the rest."""
+    reader = Replica(await published(count), stride=1, number=count)
+    await reader.store.deltas.poll()
+    assert reader.bucket.requests["get"] == most
+
+
+async def test_a_poll_lists_few_names_again() -> None:
+    server = await published(100)
+    reader, writer, listed = Replica(server, stride=1), Replica(server, stride=1), list[int]()
+    page = reader.bucket._page
+
+    def counted(prefix: str, after: str) -> list[Any]:
+        found = page(prefix, after)
+        listed.append(len(found))
+        return found
+
+    reader.bucket._page = counted  # type: ignore[method-assign]
+    for number in range(6):
+        await reader.store.deltas.poll()
+        server.clock.advance(deltas.POLL_S)
+        await writer.write(chain_of(NS, 1, 100 + number))
+        await writer.store.deltas.publish()
+    assert sum(listed) <= 450, "in each listing for twenty seconds, not in that of two minutes"
+
+
+@pytest.mark.parametrize("ahead_s", [-110.0, -30.0, -5.0])
+async def test_the_deltas_of_a_clock_that_is_behind_are_found_within_a_minute(ahead_s: float) -> None:
+    server, chain = VirtualServer(), chain_of(NS, 1)
+    reader, late = Replica(server, 0, stride=1), Replica(server, 1, stride=1, ahead_s=ahead_s)
+    await reader.write(chain_of(NS, 1, 7))
+    for _ in range(3):
+        await reader.store.deltas.publish()
+        await reader.store.deltas.poll()
+        server.clock.advance(deltas.POLL_S)
+    await late.write(chain)
+    await late.store.deltas.publish()
+    waited = 0.0
+    await reader.store.deltas.poll()
+    while reader.store.known(chain[0], chain[-1], 0) is None:
+        assert waited < deltas.OVERLAP_EVERY_S
+        server.clock.advance(deltas.POLL_S)
+        waited += deltas.POLL_S
+        await reader.store.deltas.poll()
+    assert waited == 0 or ahead_s < -deltas.NEAR_S
+
+
+async def test_a_clock_that_is_ahead_hides_nobody_elses_deltas() -> None:
+    server, chain = VirtualServer(), chain_of(NS, 1)
+    reader, early, other = (Replica(server, number, stride=1, ahead_s=100.0 * (number == 1)) for number in range(3))
+    await early.write(chain_of(NS, 1, 7))
+    await early.store.deltas.publish()
+    await reader.store.deltas.poll()
+    server.clock.advance(deltas.POLL_S)
+    await other.write(chain)
+    await other.store.deltas.publish()
+    await reader.store.deltas.poll()
+    assert reader.store.known(chain[0], chain[-1], 0) is not None
 
 
 @pytest.mark.parametrize("count", [1, 10, pytest.param(100, marks=pytest.mark.long)])
