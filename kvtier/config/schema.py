@@ -94,7 +94,7 @@ class G4(_Section):
 
     url: Url = Field(description="Any fsspec URL with a prefix of its own: s3://, az://, gs://, file://, memory://.")
     client: Literal["auto", "s3fs", "obstore"] = Field(
-        default="auto", description="For s3:// and az://; auto: obstore if installed."
+        default="auto", description="For s3://, az:// and gs://; auto: obstore if installed."
     )
     stride: CountOrAuto = Field(default="auto", description="Blocks per object; auto: about 32 MiB.")
     options: dict[str, Any] = Field(default={}, repr=False, description="Options of the client; ${NAME} is allowed.")

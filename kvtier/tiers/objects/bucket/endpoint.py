@@ -27,7 +27,7 @@ _PHRASES = {
     "invalidcontenttype": NO_TLS,
 }
 
-# Codes of S3 and of Azure, and what each is called here, with the setting that is likely to be wrong.
+# Codes of S3, of Azure and of Google, and what each is called here, with the setting that is likely to be wrong.
 _REFUSALS = {
     "NoSuchBucket": ("no such bucket", "tiers.g4.url"),
     "InvalidBucketName": ("no bucket can have this name", "tiers.g4.url"),
@@ -41,6 +41,7 @@ _REFUSALS = {
     "AuthenticationFailed": ("the key does not belong to the account", "tiers.g4.options.account_key"),
     "AuthorizationFailure": ("the key does not belong to the account", "tiers.g4.options.account_key"),
     "AuthorizationPermissionMismatch": ("no right to do this", "the identity's role on the container"),
+    "AuthenticationRequired": ("no valid credentials", "tiers.g4.options.token, GOOGLE_APPLICATION_CREDENTIALS"),
     "AccessDenied": ("no right to do this", "tiers.g4.options.key, or the bucket's policy"),
 }
 _DENIED = ("access denied", "tiers.g4.options.key and secret, or the bucket's policy")

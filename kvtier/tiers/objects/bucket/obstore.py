@@ -72,6 +72,7 @@ class ObstoreBucket:
     keeps_proof = True
     _used = USED
     """The name of the metadata that records a use."""
+    _endpoint_key = "endpoint"
 
     def __init__(
         self, bucket: str, config: Mapping[str, Any], *, connect_timeout_s: float, read_timeout_s: float
@@ -100,7 +101,12 @@ class ObstoreBucket:
 
     @property
     def _plain(self) -> bool:
-        return str(self._config.get("endpoint", "")).startswith("http://")
+        return self._endpoint.startswith("http://")
+
+    @property
+    def _endpoint(self) -> str:
+        """The server's URL, "" for the provider's own."""
+        return str(self._config.get(self._endpoint_key, ""))
 
     def _open(self, store: Callable[..., Any], config: Mapping[str, Any], credentials: Any = None) -> None:
         """Make the library's store, without a request. Raises ConfigError."""
@@ -125,11 +131,19 @@ class ObstoreBucket:
         """An ETag as conditions have it."""
         return told or ""
 
+    def _version(self, told: Mapping[str, Any]) -> str:
+        """`Stat.etag` by what the library tells of an object."""
+        return self._etag(told["e_tag"])
+
+    def _condition(self, etag: str) -> dict[str, str]:
+        """The library's condition on the version `etag`."""
+        return {"e_tag": etag}
+
     async def create(self, name: str, data: bytearray, used: Wall) -> Stat | None:
         return await self._put(name, data, used, "create")
 
     async def replace(self, name: str, data: bytearray, used: Wall, etag: str | None) -> Stat | None:
-        return await self._put(name, data, used, "overwrite" if etag is None else {"e_tag": etag})
+        return await self._put(name, data, used, "overwrite" if etag is None else self._condition(etag))
 
     async def _put(self, name: str, data: bytearray, used: Wall, mode: Any) -> Stat | None:
         from obstore.exceptions import AlreadyExistsError, PreconditionError
@@ -146,7 +160,7 @@ class ObstoreBucket:
             raise TierError(TIER, "put", "no such bucket") from None
         except Exception as error:
             raise self._mapped("put", error) from None
-        return Stat(name, len(data), self._etag(answer["e_tag"]), used)
+        return Stat(name, len(data), self._version(answer), used)
 
     async def head(self, name: str) -> Stat | None:
         try:
@@ -254,7 +268,7 @@ class ObstoreBucket:
             except Exception as error:
                 raise self._mapped("list", error) from None
             found = [
-                Stat(each["path"], each["size"], self._etag(each["e_tag"]), None, each["last_modified"].timestamp())
+                Stat(each["path"], each["size"], self._version(each), None, each["last_modified"].timestamp())
                 for each in page
                 if each["path"].startswith(prefix) and each["path"] > after
             ]
@@ -268,14 +282,13 @@ class ObstoreBucket:
 
     def _stat(self, name: str, answer: Any) -> Stat:
         meta, used = answer.meta, recorded_use(answer.attributes, self._used)
-        return Stat(name, meta["size"], self._etag(meta["e_tag"]), used, meta["last_modified"].timestamp())
+        return Stat(name, meta["size"], self._version(meta), used, meta["last_modified"].timestamp())
 
     def _mapped(self, operation: str, error: Exception) -> TierError:
-        endpoint = str(self._config.get("endpoint", ""))
-        refusal = refused(endpoint, error)
+        refusal = refused(self._endpoint, error)
         if refusal is not None:
             return TierError(TIER, operation, refusal)
-        detail = unreachable(endpoint, error)
+        detail = unreachable(self._endpoint, error)
         return _mapped(operation, error) if detail is None else Transient(TIER, operation, detail)
 
 

@@ -46,8 +46,8 @@ def open_bucket(
         from kvtier.tiers.objects.bucket.threaded import Threaded
 
         return Threaded(LocalFiles(_local_path(url, place))), ""
-    if protocol == "az" and (azure := _azure(place, options, client, limits)) is not None:
-        return azure
+    if protocol in ("az", "gs", "gcs") and (cloud := _cloud(protocol, place, options, client, limits)) is not None:
+        return cloud
     file_system = _file_system_class(protocol)
     if protocol in ("s3", "s3a"):
         bucket, _, prefix = place.partition("/")
@@ -130,22 +130,29 @@ def _s3(bucket: str, options: Mapping[str, Any], client: Client, clock: Clock, l
     return _s3fs(bucket, options, clock, limits)
 
 
-def _azure(place: str, options: Mapping[str, Any], client: Client, limits: BucketLimits) -> tuple[Bucket, str] | None:
-    """obstore, where it is installed and knows all the options; None leaves it to fsspec."""
-    from kvtier.tiers.objects.bucket.azure import AzureBucket, translated
+def _cloud(
+    protocol: str, place: str, options: Mapping[str, Any], client: Client, limits: BucketLimits
+) -> tuple[Bucket, str] | None:
+    """Azure's or Google's bucket through obstore, where it is installed and knows all the options; None leaves it to
+    fsspec."""
+    from kvtier.tiers.objects.bucket import azure, gcs
 
-    container, _, prefix = place.partition("/")
-    config = translated(options)
+    bucket: type[azure.AzureBucket] | type[gcs.GcsBucket]
+    if protocol == "az":
+        bucket, config, noun = azure.AzureBucket, azure.translated(options), "container"
+    else:
+        bucket, config, noun = gcs.GcsBucket, gcs.translated(options), "bucket"
     if config is None or client == "s3fs" or importlib.util.find_spec("obstore") is None:
         if client == "obstore":
             raise ConfigError(
                 "tiers.g4.client is obstore: install it, and write its options alone into tiers.g4.options"
             )
         return None
-    if not container:
-        raise ConfigError(f"{_KEY} names no container: write az://container/prefix")
-    bucket = AzureBucket(container, config, connect_timeout_s=limits.connect_s, read_timeout_s=limits.read_s)
-    return bucket, prefix.strip("/")
+    name, _, prefix = place.partition("/")
+    if not name:
+        raise ConfigError(f"{_KEY} names no {noun}: write {protocol}://{noun}/prefix")
+    opened = bucket(name, config, connect_timeout_s=limits.connect_s, read_timeout_s=limits.read_s)
+    return opened, prefix.strip("/")
 
 
 def _forwards_token(config: Mapping[str, Any]) -> bool:
