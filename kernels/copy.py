@@ -23,54 +23,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtier.errors import CapacityError, ClosedError, InvalidRequest, TierError
-from kvtier.kernels.mover import Event, Flight, Gate, Lane, Mover, Moves, State, launched, state_of
+from kvtier.kernels.ack import Ack, Outcome
+from kvtier.kernels.limits import MIB, CopyLimits
+from kvtier.kernels.mover import Event, Flight, Gate, Lane, Mover, Moves, Shown, State, launched, state_of
 
-__all__ = ["Ack", "CopyEngine", "Event", "Lane", "CopyLimits", "Moves", "Outcome", "Stats"]
+__all__ = ["MIB", "Ack", "CopyEngine", "Event", "Lane", "CopyLimits", "Moves", "Outcome", "Stats"]
 
-MIB = 1 << 20
-
+_LIMITS = CopyLimits()
 _LOADS_FIRST = (Lane.EXPEDITED, Lane.LOAD, Lane.STORE)
-
-
-class Outcome(Enum):
-    """Outcome of acknowledged moves. In every case nothing touches their memory any more."""
-
-    DONE = "done"  # the bytes are there
-    ABORTED = "aborted"  # cancelled; a destination that was in flight holds undefined bytes
-    FAILED = "failed"  # the device refused the copy; the destination holds undefined bytes
-    REFUSED = "refused"  # stale generation, or slot or block taken; nothing was touched
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ack:
-    """`moves` of `ticket` are over. A ticket gets one or more, the last of them with `last` set."""
-
-    ticket: int
-    lane: Lane
-    moves: Moves
-    outcome: Outcome
-    last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CopyLimits:
-    """Bounds of the engine's queues, in bytes of payload unless named otherwise."""
-
-    chunk_bytes: int = 64 * MIB  # the unit of launching, throttling and cancelling
-    load_chunk_bytes: int | None = None  # the same of loads; None: chunk_bytes
-    load_window_bytes: int = 4096 * MIB  # loads in flight
-    store_window_bytes: int = 1024 * MIB  # stores in flight while no load waits
-    store_window_while_loading_bytes: int = 64 * MIB
-    queued_moves: int = 1 << 20  # waiting or in flight, all lanes
-
-    def chunk_of(self, lane: Lane) -> int:
-        return self.chunk_bytes if lane is Lane.STORE else self.load_chunk_bytes or self.chunk_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +71,15 @@ class _Job:
     ticket: int
     lane: Lane
     gate: Gate
+    shown: Shown | None = None
     unlaunched: int = 0
     open: int = 0
     cancelled: bool = False
     chunks: list[_Chunk] = field(default_factory=list)
+
+
+def _unseen(flight: Flight, last: bool) -> None:
+    """Nobody asks for the flights of this command."""
 
 
 class CopyEngine:
@@ -118,7 +89,7 @@ class CopyEngine:
     never acknowledged, because only the end of the process proves that nothing writes there any more.
     """
 
-    def __init__(self, mover: Mover, limits: CopyLimits = CopyLimits()) -> None:
+    def __init__(self, mover: Mover, limits: CopyLimits = _LIMITS) -> None:
         self._mover, self._limits = mover, limits
         self._chunk_moves = {lane: max(1, limits.chunk_of(lane) // mover.block_bytes) for lane in Lane}
         self._waiting: dict[Lane, deque[_Chunk]] = {lane: deque() for lane in Lane}
@@ -156,9 +127,11 @@ class CopyEngine:
         """The condition of a command that another thread will give: `after`, else as `mark`. It is that command's."""
         return self._mover.gate(after)
 
-    def store(self, moves: Moves, *, after: Event | None = None, gate: Gate | None = None) -> int:
+    def store(
+        self, moves: Moves, *, after: Event | None = None, gate: Gate | None = None, shown: Shown | None = None
+    ) -> int:
         """Copy blocks into slots once `after` (None: all work enqueued so far on the current stream) is over; or, in
-        its place, once a `gate` opens that was taken before.
+        its place, once a `gate` opens that was taken before. `shown` gets the flights as they are launched.
 
         Returns a ticket; the moves' memory is the engine's until their acknowledgement. Raises InvalidRequest for
         an index out of range or repeated, CapacityError when the queue is full, TierError when broken: in each
@@ -167,10 +140,16 @@ class CopyEngine:
         self._admit(moves, "slot")
         fresh = moves.generations > self._slot_generation[moves.slots]
         fresh &= (self._slot_stored_by[moves.slots] == 0) & (self._slot_loads[moves.slots] == 0)
-        return self._submit(Lane.STORE, moves, fresh, after, gate)
+        return self._submit(Lane.STORE, moves, fresh, after, gate, shown)
 
     def load(
-        self, moves: Moves, *, after: Event | None = None, gate: Gate | None = None, expedited: bool = False
+        self,
+        moves: Moves,
+        *,
+        after: Event | None = None,
+        gate: Gate | None = None,
+        shown: Shown | None = None,
+        expedited: bool = False,
     ) -> int:
         """Copy slots into blocks once `after` is over. Several loads may read one slot. Else as `store`."""
         self._admit(moves, "block")
@@ -180,7 +159,7 @@ class CopyEngine:
         np.maximum.at(self._newest, moves.slots, moves.generations)
         fresh &= moves.generations == self._newest[moves.slots]
         self._newest[moves.slots] = -1
-        return self._submit(Lane.EXPEDITED if expedited else Lane.LOAD, moves, fresh, after, gate)
+        return self._submit(Lane.EXPEDITED if expedited else Lane.LOAD, moves, fresh, after, gate, shown)
 
     def poll(self) -> list[Ack]:
         """Launch chunks that may start, and return the acknowledgements since the last call."""
@@ -206,13 +185,16 @@ class CopyEngine:
     def fence(self, ticket: int, layer: int | None = None) -> None:
         """Order the caller's current stream behind this ticket's copies (those up to `layer`, where the mover copies by
         layer), and launch them now. Only an acknowledgement tells their outcome. A ticket that is over is ignored."""
+        self.hurry(ticket)
         job = self._jobs.get(ticket)
-        if job is None:
-            return
-        self._force(max(chunk.number for chunk in job.chunks))
-        for chunk in job.chunks:
+        for chunk in job.chunks if job is not None else ():
             if chunk.flight is not None:
                 chunk.flight.fence(layer)
+
+    def hurry(self, ticket: int) -> None:
+        """Launch this ticket's copies now, beyond the windows."""
+        if (job := self._jobs.get(ticket)) is not None:
+            self._force(max(chunk.number for chunk in job.chunks))
 
     def wait(
         self,
@@ -304,7 +286,13 @@ class CopyEngine:
             raise CapacityError(f"copy engine: more than {self._limits.queued_moves} moves waiting")
 
     def _submit(
-        self, lane: Lane, moves: Moves, fresh: npt.NDArray[np.bool_], after: Event | None, given: Gate | None
+        self,
+        lane: Lane,
+        moves: Moves,
+        fresh: npt.NDArray[np.bool_],
+        after: Event | None,
+        given: Gate | None,
+        shown: Shown | None,
     ) -> int:
         refused = moves.take(~fresh)
         if len(refused):
@@ -320,7 +308,7 @@ class CopyEngine:
             self._acks.append(Ack(ticket, lane, refused, outcome, last=gate is None))
         if gate is None:
             return ticket
-        job = self._jobs[ticket] = _Job(ticket, lane, gate)
+        job = self._jobs[ticket] = _Job(ticket, lane, gate, shown)
         step = self._chunk_moves[lane]
         for start in range(0, len(moves), step):
             self._enqueue(job, moves.take(slice(start, start + step)))
@@ -390,7 +378,9 @@ class CopyEngine:
         lane = chunk.job.lane
         older = (self._chunks.get(number) for number in chunk.behind)
         flights = [other.flight for other in older if other is not None and other.flight is not None]
-        chunk.flight = launched(self._mover, lane, chunk.moves, chunk.job.gate, flights)
+        show = partial(chunk.job.shown or _unseen, last=chunk.job.unlaunched == 1)
+        chunk.flight = launched(self._mover, lane, chunk.moves, chunk.job.gate, flights, show)
+        show(chunk.flight)
         self._unlaunched(chunk)
         self._flying[lane].append(chunk)
         self._flying_moves[lane] += len(chunk.moves)

@@ -7,6 +7,7 @@ acknowledgements and races as with CUDA.
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -47,6 +48,7 @@ class CpuMover:
         self._ways = {True: _Way(device, host, shape), False: _Way(host, device, shape)}
         self._held: tuple[object, ...] = (device, host)
         self._lanes: dict[Lane, deque[_CpuFlight]] = {lane: deque() for lane in Lane}
+        self._turn = threading.RLock()  # a fence may be another thread's
 
     def gate(self, after: Event | None) -> Gate:
         return _Gate(after)
@@ -54,13 +56,16 @@ class CpuMover:
     def mark(self) -> Event | None:
         return None
 
-    def launch(self, lane: Lane, moves: Moves, gate: Gate, behind: Sequence[Flight]) -> Flight:
+    def launch(
+        self, lane: Lane, moves: Moves, gate: Gate, behind: Sequence[Flight], show: Callable[[Flight], None]
+    ) -> Flight:
         assert isinstance(gate, _Gate)
         store = lane is Lane.STORE
         src, dst = (moves.blocks, moves.slots) if store else (moves.slots, moves.blocks)
         copy = partial(self._ways[store].copy, src.tolist(), dst.tolist())
-        flight = _CpuFlight(self._lanes[lane], copy, gate.after, tuple(behind))
-        self._lanes[lane].append(flight)
+        with self._turn:
+            flight = _CpuFlight(self._lanes[lane], copy, gate.after, tuple(behind), self._turn)
+            self._lanes[lane].append(flight)
         return flight
 
     def close(self) -> None:
@@ -87,26 +92,36 @@ class _Way:
 
 class _CpuFlight:
     def __init__(
-        self, lane: deque[_CpuFlight], make: Callable[[], None], after: Event | None, behind: tuple[Flight, ...]
+        self,
+        lane: deque[_CpuFlight],
+        make: Callable[[], None],
+        after: Event | None,
+        behind: tuple[Flight, ...],
+        turn: threading.RLock,
     ) -> None:
-        self._lane, self._make, self._after, self._behind = lane, make, after, behind
+        self._lane, self._make, self._after, self._behind, self._turn = lane, make, after, behind, turn
         self._state = State.PENDING
 
     def state(self) -> State:
         """Makes the copy if it is this flight's turn."""
-        if self._state is State.PENDING and self._lane[0] is self and self._may_start():
-            self._copy()
-        return self._state
+        with self._turn:
+            if self._state is State.PENDING and self._lane[0] is self and self._may_start():
+                self._copy()
+            return self._state
 
     def fence(self, layer: int | None = None) -> None:
         """There is no stream to order: waits for the events and makes the copy now, with all before it."""
-        while self._state is State.PENDING:
-            head = self._lane[0]
-            for flight in head._behind:
-                flight.fence()
-            while head._after is not None and not head._after.query():
-                time.sleep(_LOOK_S)
-            head._copy()
+        with self._turn:
+            while self._state is State.PENDING:
+                head = self._lane[0]
+                for flight in head._behind:
+                    flight.fence()
+                while head._after is not None and not head._after.query():
+                    time.sleep(_LOOK_S)
+                head._copy()
+
+    def covers(self, layer: int | None = None) -> bool:
+        return True
 
     def _may_start(self) -> bool:
         if any(flight.state() is State.PENDING for flight in self._behind):

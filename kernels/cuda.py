@@ -17,6 +17,7 @@ even that is possible, it is LOST.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -112,12 +113,14 @@ class CudaMover:
         """A gate that waits for nothing: for memory that nothing else uses."""
         return _Gate(0, None)
 
-    def launch(self, lane: Lane, moves: Moves, gate: Gate, behind: Sequence[Flight]) -> Flight:
+    def launch(
+        self, lane: Lane, moves: Moves, gate: Gate, behind: Sequence[Flight], show: Callable[[Flight], None]
+    ) -> Flight:
         assert isinstance(gate, _Gate)
         stream = self._streams[lane]
         failed = False
         event = 0
-        parts: list[_Part] = []
+        launching = _CudaFlight(self._driver, self._events)
         try:
             event = self._events.take()
             if gate.event and stream not in gate.waited:
@@ -126,10 +129,10 @@ class CudaMover:
             for flight in behind:
                 assert isinstance(flight, _CudaFlight)
                 flight.hold(stream)
-            self._copy(lane, moves, stream, parts)
+            self._copy(lane, moves, stream, launching, show)
         except Unjoined as error:
             log.error("the end of a staged copy is unknown: %s", error)
-            return _CudaFlight(self._driver, self._events, 0, State.LOST)
+            return launching.launched(0, State.LOST)
         except DeviceError as error:
             log.warning("copy of %d blocks on lane %s refused: %s", len(moves), lane.name.lower(), error)
             failed = True
@@ -142,9 +145,8 @@ class CudaMover:
             self._driver.record(event, stream)
         except DeviceError as error:
             log.error("the end of a refused copy is unknown: %s", error)
-            return _CudaFlight(self._driver, self._events, 0, State.LOST)
-        result = State.FAILED if failed else State.DONE
-        return _CudaFlight(self._driver, self._events, event, State.PENDING, result, parts)
+            return launching.launched(0, State.LOST)
+        return launching.launched(event, State.FAILED if failed else State.DONE)
 
     def close(self) -> None:
         self._on_close()
@@ -164,8 +166,8 @@ class CudaMover:
     def _ways(self, store: bool) -> list[_Way]:
         return self._stores if store else self._loads
 
-    def _copy(self, lane: Lane, moves: Moves, stream: int, parts: list[_Part]) -> None:
-        """Enqueue the copies, and add an event to `parts` behind every group of layers but the last."""
+    def _copy(self, lane: Lane, moves: Moves, stream: int, flight: _CudaFlight, show: Callable[[Flight], None]) -> None:
+        """Enqueue the copies, with an event of the flight's behind every group of layers but the last."""
         store = lane is Lane.STORE
         src, dst = (moves.blocks, moves.slots) if store else (moves.slots, moves.blocks)
         ways = self._ways(store)
@@ -178,7 +180,8 @@ class CudaMover:
                 except DeviceError:
                     self._events.give(event)
                     raise
-                parts.append(_Part(way.layers.stop, event))
+                flight.add(_Part(way.layers.stop, event))
+                show(flight)
 
     def _copy_way(self, way: _Way, lane: Lane, moves: Moves, src: Indices, dst: Indices, stream: int) -> None:
         store = lane is Lane.STORE
@@ -287,20 +290,36 @@ class _Mark:
 
 
 class _CudaFlight:
-    def __init__(
-        self,
-        driver: Driver,
-        events: _Events,
-        event: int,
-        state: State,
-        result: State = State.DONE,
-        parts: Sequence[_Part] = (),
-    ) -> None:
+    """Launched by one thread, which asks for its `state`; fenced by any, from its first part on."""
+
+    def __init__(self, driver: Driver, events: _Events) -> None:
         self._driver, self._events = driver, events
-        self._event, self._state, self._result, self._parts = event, state, result, parts
+        self._parts: list[_Part] = []
+        self._event = 0
+        self._state, self._result = State.PENDING, State.DONE
+        self._launching = True
+        # Of a fence: its events are not used again meanwhile. Never held while copies are launched, which a fence that
+        # waits for space in its stream's queue may need.
+        self._lock = threading.Lock()
+
+    def add(self, part: _Part) -> None:
+        """These layers' copies, which come next, are enqueued."""
+        self._parts.append(part)
+
+    def launched(self, event: int, result: State) -> _CudaFlight:
+        """All that will be is enqueued, up to `event`, and ends with that result; LOST: nothing says when."""
+        with self._lock:
+            self._event, self._result, self._launching = event, result, False
+            if result is State.LOST:
+                self._state = State.LOST
+        return self
 
     def state(self) -> State:
-        if self._state is State.PENDING:
+        with self._lock:
+            return self._look()
+
+    def _look(self) -> State:
+        if self._state is State.PENDING and not self._launching:
             try:
                 if self._driver.reached(self._event):
                     self._state = self._result
@@ -311,13 +330,24 @@ class _CudaFlight:
                 self._state = State.LOST
         return self._state
 
+    def covers(self, layer: int | None = None) -> bool:
+        return not self._launching or self._part_of(layer) is not None
+
+    def _part_of(self, layer: int | None) -> _Part | None:
+        return next((part for part in self._parts if layer is not None and layer < part.stop), None)
+
     def hold(self, stream: int, layer: int | None = None) -> None:
         """Order work that is enqueued on `stream` from now on behind this flight, or its layers up to `layer`."""
-        if self.state() is State.PENDING:
-            ready = (part.event for part in self._parts if layer is not None and layer < part.stop)
-            self._driver.wait(stream, next(ready, self._event))
-        elif self._state is State.LOST:
-            raise DeviceError("behind a copy that was lost", -1)
+        with self._lock:
+            state = self._look()
+            if state is State.LOST:
+                raise DeviceError("behind a copy that was lost", -1)
+            if state is not State.PENDING:
+                return
+            part = self._part_of(layer)
+            if part is None and self._launching:
+                raise DeviceError("behind a copy that is being launched", -1)
+            self._driver.wait(stream, part.event if part is not None else self._event)
 
     def fence(self, layer: int | None = None) -> None:
         try:

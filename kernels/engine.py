@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 _LOAD_PARTS = 8
 """Of a load by layer: the forward waits for an eighth of it, and a part costs an event and some launches."""
 
-_BY_LAYER = CopyLimits(load_chunk_bytes=CopyLimits().load_window_bytes)
+_WHOLE = 1 << 62
+"""Bytes of a chunk that is a whole load, so that its layers come one after another."""
 
 
 def open_pool_engine(pool: Any, arenas: Sequence[memoryview], slot_bytes: int, **options: Any) -> CopyEngine:
@@ -57,8 +58,8 @@ def open_engine(
     On CUDA: page-locks the host memory (0.1 s per GB; pageable with a warning where that is refused), loads the
     kernels and, with method "auto", takes the device's table from the folder `calibration`, or measures for up to 5 s
     and writes it there: nothing of that is left for the first copy. `by_layer`: a load is one chunk, whose layers come
-    in eight groups one after another, for `fence(ticket, layer)`. `driver` and `table` are for tests. Raises
-    ConfigError for an unknown method, TierError without a working device.
+    in eight groups one after another, for `fence(ticket, layer)`; loads then come one after another, too. `driver` and
+    `table` are for tests. Raises ConfigError for an unknown method, TierError without a working device.
     """
     fixed = parse(method)
     ordinal = _ordinal(device)
@@ -84,7 +85,8 @@ def open_engine(
         )
     except (DeviceError, OSError) as error:  # OSError: no libcuda
         raise TierError("g1", "open", str(error)) from error
-    return CopyEngine(mover, limits or (_BY_LAYER if by_layer else CopyLimits()))
+    limits = limits or CopyLimits()
+    return CopyEngine(mover, replace(limits, load_chunk_bytes=_WHOLE) if by_layer else limits)
 
 
 def _pinned_mover(

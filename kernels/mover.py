@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Protocol
@@ -78,7 +78,17 @@ class Flight(Protocol):
 
     def fence(self, layer: int | None = None) -> None:
         """Order the caller's current stream behind this copy, without waiting on the host where the device can; behind
-        `layer` and those before it, where the mover copies layers one after another."""
+        `layer` and those before it, where the mover copies layers one after another. Any thread's."""
+
+    def covers(self, layer: int | None = None) -> bool:
+        """Whether that is launched, so that it can be fenced; False only while `Mover.launch` goes on. Any thread's."""
+
+
+class Shown(Protocol):
+    """Takes a flight of a command when it can be fenced, or more of it can; `last`: no other flight comes after it. On
+    the thread that launches it, and brief."""
+
+    def __call__(self, flight: Flight, last: bool) -> None: ...
 
 
 class Mover(Protocol):
@@ -95,18 +105,23 @@ class Mover(Protocol):
     def mark(self) -> Event | None:
         """A point behind all work enqueued so far on the caller's current stream; None where there is no such work."""
 
-    def launch(self, lane: Lane, moves: Moves, gate: Gate, behind: Sequence[Flight]) -> Flight:
+    def launch(
+        self, lane: Lane, moves: Moves, gate: Gate, behind: Sequence[Flight], show: Callable[[Flight], None]
+    ) -> Flight:
         """Start copying, behind the gate and the given flights. Never waits for the device and never raises for it:
-        a refusal becomes a flight that is FAILED once copies under way are over, or LOST."""
+        a refusal becomes a flight that is FAILED once copies under way are over, or LOST. `show` gets the flight before
+        it is returned, as often as more layers of it can be fenced."""
 
     def close(self) -> None:
         """Release streams, events and memory. Only when no flight is pending."""
 
 
-def launched(mover: Mover, lane: Lane, moves: Moves, gate: Gate, behind: Sequence[Flight]) -> Flight:
+def launched(
+    mover: Mover, lane: Lane, moves: Moves, gate: Gate, behind: Sequence[Flight], show: Callable[[Flight], None]
+) -> Flight:
     """As `mover.launch`, of a mover that may have bugs: an error does not tell how much of the copy was begun."""
     try:
-        return mover.launch(lane, moves, gate, behind)
+        return mover.launch(lane, moves, gate, behind, show)
     except Exception:
         log.exception("the end of a copy of %d blocks is unknown", len(moves))
         return _Lost()
@@ -127,3 +142,6 @@ class _Lost:
 
     def fence(self, layer: int | None = None) -> None:
         raise TierError("g1", "fence", "behind a copy that was lost")
+
+    def covers(self, layer: int | None = None) -> bool:
+        return True

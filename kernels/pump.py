@@ -1,6 +1,7 @@
 """A copy engine on a thread of its own: opening it, and every call that enqueues a copy, cost the caller nothing.
 
     caller's thread     mark · load · store · cancel · poll        a command is a recorded event and a place in a queue
+                        fence · wait                               until the pump has launched, or the device has copied
     pump's thread       open, then each tick: commands, launches, acknowledgements
 
 Submitting copies takes the driver half a microsecond per descriptor, and a full launch queue holds the caller until the
@@ -13,12 +14,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 
-from kvtier.errors import KVTierError
+from kvtier.errors import KVTierError, TierError
 from kvtier.kernels.copy import MIB, Ack, CopyEngine, CopyLimits, Event, Lane, Moves, Outcome
-from kvtier.kernels.mover import Gate
+from kvtier.kernels.mover import Flight, Gate
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +32,25 @@ _TICK_S = 0.5e-3
 _MOST_TICK_S = 4e-3  # while nothing ends: the copies wait for a forward
 _IDLE_S = 1.0
 _MOST_ERRORS = 3
+_FENCE_S = 5.0
+"""A forward waits for the launch of its loads at most so long; a driver that takes longer does not work any more."""
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A command that is not over: its flights so far, and whether these are all."""
+
+    flights: list[Flight] = field(default_factory=list)
+    whole: bool = False
+    hurried: bool = False
+
+    def covers(self, layer: int | None) -> bool:
+        return self.whole and all(flight.covers(layer) for flight in self.flights)
 
 
 class Pump:
-    """Opens and drives a `CopyEngine`. Its methods are the caller's, from one thread; none waits but `close`.
+    """Opens and drives a `CopyEngine`. Its methods are the caller's, from one thread; none waits but `fence`, `wait`
+    and `close`, each within a bound.
 
     `open_engine` is called on the pump's thread. Commands that come before it has returned, and after it has failed,
     are refused. With `threaded=False` nothing happens but in `tick`.
@@ -46,6 +63,7 @@ class Pump:
         self._changed = threading.Condition()
         self._commands: deque[Callable[[CopyEngine], None]] = deque()
         self._acks: list[Ack] = []
+        self._under_way: dict[int, _UnderWay] = {}
         self._tickets = 0
         self._ticket_of: dict[int, int] = {}  # the engine's -> ours
         self._engines_of: dict[int, int] = {}  # and back
@@ -79,6 +97,35 @@ class Pump:
 
         self._post(command)
 
+    def fence(self, ticket: int, layer: int | None = None, timeout_s: float = _FENCE_S) -> None:
+        """Order the caller's current stream behind this ticket's copies, or those up to `layer`, as `CopyEngine.fence`.
+        Waits for their launch, but for no copy. Raises TierError where they are not launched in time: the stream is not
+        ordered behind them then."""
+        with self._changed:
+            job = self._under_way.get(ticket)
+            if job is not None and not job.whole and not job.hurried:
+                job.hurried = True
+                self._commands.append(partial(self._hurry, ticket))
+                self._changed.notify_all()
+            self._changed.wait_for(
+                lambda: ticket not in self._under_way or job is None or job.covers(layer) or not self.ready, timeout_s
+            )
+            if job is None or ticket not in self._under_way:
+                return
+            launched, flights = job.covers(layer), list(job.flights)
+        if not launched:
+            raise TierError("g1", "fence", self.failure or f"the copies were not launched within {timeout_s:g} s")
+        for flight in flights:
+            flight.fence(layer)
+
+    def wait(self, tickets: Iterable[int], timeout_s: float) -> bool:
+        """Wait until all tickets are over, at most `timeout_s`; whether they are. False at once where nothing ends any
+        more. The acknowledgements stay for `poll`."""
+        pending = set(tickets)
+        with self._changed:
+            self._changed.wait_for(lambda: not pending & self._under_way.keys() or not self.ready, timeout_s)
+            return not pending & self._under_way.keys()
+
     def poll(self) -> list[Ack]:
         """The acknowledgements since the last call."""
         with self._changed:
@@ -108,7 +155,10 @@ class Pump:
             log.debug("a copy is refused: %s", self.failure or "not open yet")
             self._acknowledge([Ack(ticket, lane, moves, Outcome.REFUSED, last=True)])
             return ticket
-        self._post(partial(self._begin, ticket, lane, moves, engine.gate(after)))
+        gate = engine.gate(after)
+        with self._changed:
+            self._under_way[ticket] = _UnderWay()
+        self._post(partial(self._begin, ticket, lane, moves, gate))
         return ticket
 
     def _post(self, command: Callable[[CopyEngine], None]) -> None:
@@ -119,12 +169,17 @@ class Pump:
     def _acknowledge(self, acks: list[Ack]) -> None:
         with self._changed:
             self._acks += acks
+            for ack in acks:
+                if ack.last:
+                    self._under_way.pop(ack.ticket, None)
+            self._changed.notify_all()
 
     # On the pump's thread
 
     def _begin(self, ticket: int, lane: Lane, moves: Moves, gate: Gate, engine: CopyEngine) -> None:
+        give, shown = engine.store if lane is Lane.STORE else engine.load, partial(self._launched, ticket)
         try:
-            theirs = engine.store(moves, gate=gate) if lane is Lane.STORE else engine.load(moves, gate=gate)
+            theirs = give(moves, gate=gate, shown=shown)
         except Exception as error:  # each leaves everything as it was
             log.warning(
                 "a copy of %d blocks is refused: %s", len(moves), error, exc_info=not isinstance(error, KVTierError)
@@ -133,6 +188,19 @@ class Pump:
             self._acknowledge([Ack(ticket, lane, moves, Outcome.REFUSED, last=True)])
             return
         self._ticket_of[theirs], self._engines_of[ticket] = ticket, theirs
+
+    def _launched(self, ticket: int, flight: Flight, last: bool) -> None:
+        with self._changed:
+            if (job := self._under_way.get(ticket)) is None:
+                return
+            job.whole = job.whole or last
+            if flight not in job.flights:
+                job.flights.append(flight)
+            self._changed.notify_all()
+
+    def _hurry(self, ticket: int, engine: CopyEngine) -> None:
+        if ticket in self._engines_of:
+            engine.hurry(self._engines_of[ticket])
 
     def open(self) -> None:
         """Open the engine. What goes wrong is `failure`."""
@@ -173,6 +241,8 @@ class Pump:
                 if errors >= _MOST_ERRORS:
                     self.failure = "see the log"
             with self._changed:
+                if not self.ready:
+                    self._changed.notify_all()  # nobody is to wait for what may never end
                 if not self._commands and not self._closed:
                     self._changed.wait(pause_s if self._ticket_of else _IDLE_S)
         while not self._closed:  # commands are refused; the engine is closed by the caller's word

@@ -1,7 +1,7 @@
 """Copies beside other work, and what opening costs. A part of `make gpu-check`.
 
 Submitting loads while a kernel holds their gate, calibration beside a kernel, shapes of the copy kernel, decode-like
-kernels beside copies, page-locking by kind of page, and one memfd registered by two processes.
+kernels beside copies, page-locking by kind of page, one memfd registered by two processes, and two processes under MPS.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu import mps
 from gpu.rows import Rows, Skip
 from gpu.transfer import MIB, Bench
 
@@ -59,6 +60,7 @@ def sweep(bench: Bench, rows: Rows, tiny: bool) -> None:
     for pages in ("4 KiB", "transparent huge", "hugetlb"):
         rows.run(f"page-locking, {pages} pages", partial(pinning, bench, pages, nbytes))
     rows.run("one memfd, two processes", partial(two_processes, bench, nbytes // 4))
+    rows.run("two processes under MPS", partial(under_mps, bench, tiny))
 
 
 def submission(bench: Bench, fragment: int, count: int, method: Method, way: str) -> Mapping[str, Any]:
@@ -169,6 +171,13 @@ def pinning(bench: Bench, pages: str, nbytes: int) -> Mapping[str, Any]:
             page_unlock(driver, chunks)
             driver.close((), ())
         return figures
+
+
+def under_mps(bench: Bench, tiny: bool) -> Mapping[str, Any]:
+    if not bench.cuda:
+        raise Skip("on a CPU")
+    sizes = {"blocks": 4, "block_bytes": 4 * KIB, "rounds": 2} if tiny else {}
+    return mps.two_clients(str(bench.pool.device), **sizes)
 
 
 _OTHER = """

@@ -1,6 +1,8 @@
 """Copies between the pages of one rank's device pool and the blocks of one cache.
 
-Used from the scheduler's thread only. Nothing here waits, but for `landed` and `quiesce`, which are bounded.
+On a GPU the copy engine has a thread of its own (`kvtier.kernels.pump`), which opens it, too: until it is `ready`
+nothing is offered. Used from the scheduler's thread only. Nothing here waits, but `order` for the launch of a group of
+layers, and `landed` and `quiesce` for copies, all of them bounded.
 """
 
 from __future__ import annotations
@@ -10,20 +12,26 @@ import mmap
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvtier.cache import Cache
 from kvtier.config import cache_folder
 from kvtier.connectors.sglang.pool import KVPools
+from kvtier.errors import KVTierError
 from kvtier.identity.keys import BlockKey
-from kvtier.kernels.copy import Ack, Moves, Outcome
+from kvtier.kernels.copy import Ack, CopyEngine, Moves, Outcome
 from kvtier.kernels.engine import open_engine
 from kvtier.kernels.layout import of_slots
+from kvtier.kernels.pump import LIMITS, Pump
 from kvtier.manager.lease import Lease
 from kvtier.retention.ranges import ChainTerms
 from kvtier.retention.terms import Terms
 from kvtier.tiers.host.slot import Slot
 
 log = logging.getLogger(__name__)
+
+_LAST_S = 30.0
+"""For a load that was given up but has begun, behind the time that it had: a device that takes longer does not work."""
 
 
 @dataclass(slots=True)
@@ -55,13 +63,15 @@ class PageCopies:
     """The copies between `pool` and `cache`'s G2. Owns the copy engine; `close` it before the cache."""
 
     def __init__(self, cache: Cache, pool: KVPools, wait_s: float, gate: Callable[[Callable[[], int]], int]) -> None:
-        """`gate(submit)` calls submit() where the device orders it behind the pages' last writer."""
+        """`gate(submit)` calls submit() where the device orders it behind all forwards that are launched: they write
+        pages that are offloaded, and may use pages that were freed since, into which is loaded."""
         self.cache = cache
         self._manager = cache.manager
         arena = self._manager.host.arena
         # A mapping of its own: it must outlive the cache's while a copy is under way.
         mapping = mmap.mmap(arena.fds()[0], 0)  # whole
-        self._engine = open_engine(
+        opening = partial(
+            open_engine,
             pool.pages(),
             of_slots(memoryview(mapping)[: arena.slots * arena.slot_bytes], arena.slot_bytes, pool.shape),
             pool.shape,
@@ -69,11 +79,17 @@ class PageCopies:
             calibration=cache_folder(),
             by_layer=True,
         )
+        self._engine: CopyEngine | Pump = Pump(partial(opening, limits=LIMITS)) if pool.on_gpu else opening()
         self._wait_s = wait_s
         self._gate = gate
         self.events: Counter[str] = Counter()
         self._offloads: deque[PageOffload] = deque()
         self._by_ticket: dict[int, PageOffload | PageLoad] = {}
+
+    @property
+    def ready(self) -> bool:
+        """Whether copies are taken: the engine is open, and works."""
+        return self._engine.ready
 
     # ── offload ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -82,6 +98,10 @@ class PageCopies:
 
         Blocks that are here already cost nothing. Where G2 has no space the tail is left out, and the offload fails.
         """
+        if not self.ready:
+            self.events["stores_without_copies"] += len(pages)
+            self.fail()
+            return
         offload = PageOffload(chain, whole=False, over=True)
         self._offloads.append(offload)
         manager = self._manager
@@ -134,7 +154,7 @@ class PageCopies:
         )
         load = PageLoad([lease for lease, _ in wanted], 0, len(moves))
         try:
-            load.ticket = self._engine.load(moves)
+            load.ticket = self._gate(lambda: self._engine.load(moves))
         except BaseException:
             self._release(load)
             raise
@@ -144,6 +164,8 @@ class PageCopies:
     def order(self, load: PageLoad, layer: int) -> None:
         """Order the caller's stream behind `layer` of a load, and the layers before it. Where that fails, the load
         does."""
+        if load.unordered:
+            return
         try:
             self._engine.fence(load.ticket, layer)
         except Exception:
@@ -151,10 +173,21 @@ class PageCopies:
             load.unordered = True
 
     def landed(self, load: PageLoad) -> bool:
-        """Wait until nothing of `load` writes any more; whether every page held its block when it was read."""
-        self._engine.wait([load.ticket], self._wait_s)
-        self._poll()
-        return load.over and load.done == load.wanted and not load.unordered
+        """Wait until nothing of `load` writes any more; whether every page held its block when it was read.
+
+        One that takes too long is given up. Raises KVTierError, which must end the engine, where the device has begun
+        it and does not end it: the pages are handed out again, and the copy may write into them still.
+        """
+        try:
+            if not self._engine.wait([load.ticket], self._wait_s):
+                self._engine.cancel(load.ticket)
+                self._engine.wait([load.ticket], _LAST_S)
+            self._poll()
+        except Exception:
+            log.exception("the end of a load is unknown")
+        if not load.over:
+            raise KVTierError("a copy into the engine's pages was begun and does not end; restart the engine")
+        return load.done == load.wanted and not load.unordered
 
     # ── common ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -191,9 +224,12 @@ class PageCopies:
             lease.release()
 
     def quiesce(self) -> None:
-        """Wait, bounded, for copies under way, and forget completions: none will be asked for."""
+        """Wait, bounded, for copies under way, and forget completions: none will be asked for. The pages are handed out
+        again after it: what has not ended is given up, and never stored."""
         self._engine.wait(list(self._by_ticket), self._wait_s)
         self._poll()
+        for ticket in self._by_ticket:
+            self._engine.cancel(ticket)
         self._offloads.clear()
 
     def close(self) -> None:

@@ -135,8 +135,8 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         pages.cache.close()
 
     def _ordering_stream(self) -> Any:
-        """A stream that carries only the order of offloads behind forwards; None where nothing is asynchronous."""
-        if not self._pool.tensors[0][0].is_cuda:
+        """A stream that carries only the order of copies behind forwards; None where nothing is asynchronous."""
+        if not self._pool.on_gpu:
             return None
         import torch
 
@@ -177,7 +177,8 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         return {"tokens_read": dict(self._requests.tokens_read), "events": {k: n for k, n in events.items() if n}}
 
     def _behind_writers(self, submit: Callable[[], int]) -> int:
-        """Submit a copy out of the device's pages behind the forward that fills them."""
+        """Submit a copy behind the forward that runs: it may fill pages that are offloaded, and still uses pages that
+        were freed when it had been launched, which a load may be given."""
         if self._order is None:
             return submit()
         import torch
@@ -205,6 +206,9 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         queued, pages = self._requests.arrive(rid), self._pages
         queued.waits = False
         if pages is None or looked_up is None or looked_up[0].rid != rid:
+            return 0
+        if not pages.ready:
+            self._events["lookups_without_copies"] += 1
             return 0
         if self._requests.update_chain(queued, *looked_up, _kv(transfers).keys, pages.cache):
             self._remember(looked_up[0], queued.control, queued.chain, 0)
@@ -263,7 +267,7 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
     @falls_back_to(None)
     def _pinned(self, rid: str, transfers: Sequence[Any]) -> tuple[QueuedRequest, Lease, list[int]] | None:
         transfer, queued, pages = _kv(transfers), self._requests.of(rid), self._pages
-        if queued is None or not queued.reads or pages is None:
+        if queued is None or not queued.reads or pages is None or not pages.ready:
             return None
         count = len(transfer.keys)
         numbers = _page_numbers(transfer.device_indices, self._pool.page)
@@ -278,8 +282,8 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         """Start what is queued; -1 if nothing is. `finish_layer_wise_loading` reports errors."""
         return self._loads.start()
 
-    @falls_back_to(False)
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
+        """Raises KVTierError, which ends the engine, where a copy into its pages was begun and does not end."""
         return self._loads.finish(counter_index)
 
     @falls_back_to(False)

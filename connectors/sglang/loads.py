@@ -44,7 +44,7 @@ class PageLoads:
         counter.on_layer_ready = self._order
         self._pages = pages
         self._queue: list[WantedPages] = []
-        self._under_way: dict[int, PageLoad] = {}
+        self._under_way: dict[int, tuple[PageCopies, PageLoad]] = {}
         self.events: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -70,7 +70,7 @@ class PageLoads:
             pages = self._pages()
             if pages is None:
                 raise RuntimeError("the cache is being replaced")
-            self._under_way[index] = pages.load([(wanted.lease, wanted.pages) for wanted in queue])
+            self._under_way[index] = pages, pages.load([(wanted.lease, wanted.pages) for wanted in queue])
             for layer in range(self._counter.num_layers):
                 self._counter.complete(index, layer)
         except Exception as error:
@@ -81,18 +81,18 @@ class PageLoads:
         return index
 
     def _order(self, index: int, layer: int) -> None:
-        load, pages = self._under_way.get(index), self._pages()
-        if load is not None and pages is not None:
+        if index in self._under_way:
+            pages, load = self._under_way[index]
             pages.order(load, layer)
 
     def finish(self, index: int) -> bool:
-        """Wait until nothing of that start writes any more; whether every page holds its block."""
+        """Wait until nothing of that start writes any more; whether every page holds its block. Raises KVTierError
+        where something goes on writing (see `PageCopies.landed`)."""
         started = bool(self._counter.finish(index))
-        load = self._under_way.pop(index, None)
-        if load is None:
+        pages, load = self._under_way.pop(index, (None, None))
+        if pages is None or load is None:
             return started
-        pages = self._pages()
-        landed = pages is not None and pages.landed(load)
+        landed = pages.landed(load)
         self.events["load_failures"] += 0 if landed else len(load.leases)
         return landed and started
 

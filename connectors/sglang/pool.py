@@ -26,6 +26,10 @@ class KVPools:
     layers: tuple[int, int]  # half-open range of the model's layers
 
     @property
+    def on_gpu(self) -> bool:
+        return bool(self.tensors[0][0].is_cuda)
+
+    @property
     def block_bytes(self) -> int:
         return self.shape.block_bytes
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from functools import partial
 from random import Random
 
 import pytest
@@ -14,6 +16,8 @@ from kvtier.kernels.cuda import CudaMover
 from kvtier.kernels.driver import DeviceError
 from kvtier.kernels.layout import Shape, of_slots, of_tensors
 from kvtier.kernels.method import Method, Table
+from kvtier.kernels.mover import Flight
+from kvtier.kernels.pump import Pump
 
 LAYERS, BLOCKS, SLOTS, PARTS = 5, 6, 6, 3
 SHAPE = Shape(layers=LAYERS, kv=2, tokens=2, heads=1, channels=8, element_bytes=1)
@@ -148,3 +152,70 @@ def test_staging_holds_whole_slots_and_serves_stores_only(kernel_library: ctypes
     assert device.mover.method_for(True, 4) is Method.STAGED
     whole = Forwarding(kernel_library, 0, Method.STAGED, parts=1)
     assert whole.mover.method_for(False, 4) is Method.STAGED
+
+
+class Meanwhile(Forwarding):
+    """Its model's thread fences a layer as soon as the pump has launched it, while later ones are not launched yet; the
+    device may run what it has by then."""
+
+    def __init__(self, kernels: ctypes.CDLL, seed: int, parts: int) -> None:
+        super().__init__(kernels, seed, Method.DMA, parts)
+        self.due = list(range(LAYERS))
+        self.due_at_copies: list[int] = []
+        self._copy, self.driver.copy = self.driver.copy, self._copies  # type: ignore[method-assign]
+        self.pump = Pump(lambda: self.engine, threaded=False)
+        self.pump.open()
+        self._shown, self.pump._launched = self.pump._launched, self._launched  # type: ignore[method-assign]
+        self.ticket = self.pump.load(Moves.of((block, SLOTS - 1 - block, 0) for block in range(BLOCKS)))
+
+    def _copies(self, *given: object, **named: object) -> None:
+        self.due_at_copies.append(len(self.due))
+        self._copy(*given, **named)  # type: ignore[arg-type]
+
+    def _launched(self, ticket: int, flight: Flight, last: bool) -> None:
+        self._shown(ticket, flight, last)
+        while self.due and self.pump._under_way[ticket].covers(self.due[0]):
+            layer = self.due.pop(0)
+            self.pump.fence(ticket, layer)
+            self.driver.compute(partial(self._look, layer))
+        self.driver.step(3)
+
+
+@pytest.mark.parametrize("parts", [1, PARTS, LAYERS])
+def test_a_forward_that_another_thread_launches_meanwhile_reads_every_layer_behind_its_fence(
+    kernel_library: ctypes.CDLL, parts: int
+) -> None:
+    for seed in range(20):
+        device = Meanwhile(kernel_library, seed, parts)
+        device.pump.tick()
+        assert not device.due
+        assert parts == 1 or device.due_at_copies[-1] < LAYERS, "it begins before the last part is launched"
+        device.driver.drain()
+        device.pump.tick()
+        assert [ack.outcome for ack in device.pump.poll()] == [Outcome.DONE]
+        assert device.read == [(layer, True) for layer in range(LAYERS)]
+
+
+def test_two_threads_that_see_a_copys_end_give_its_events_back_once(kernel_library: ctypes.CDLL) -> None:
+    """An event that two copies use orders neither."""
+    device = Forwarding(kernel_library, 1)
+    ticket = device.load()
+    flight = device.engine._jobs[ticket].chunks[0].flight
+    assert flight is not None
+    reached, inner = device.driver.reached, []
+
+    def slow(event: int) -> bool:
+        """While one thread asks the driver, another fences."""
+        if not inner:
+            other = threading.Thread(target=flight.fence)
+            inner.append(other)
+            other.start()
+            other.join(0.05)
+        return reached(event)
+
+    device.driver.drain()
+    device.driver.reached = slow  # type: ignore[method-assign]
+    flight.state()
+    inner[0].join(20.0)
+    free = device.mover._events._free
+    assert len(free) == len(set(free))

@@ -7,6 +7,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from kvtier.kernels.calibration import measurement
 from kvtier.kernels.copy import CopyEngine, CopyLimits, Moves, Outcome
 from kvtier.kernels.cuda import CudaMover
 from kvtier.kernels.method import COUNTS, Method, Table
+from kvtier.kernels.mover import Flight
 from kvtier.kernels.pump import LIMITS, Pump
 
 
@@ -114,8 +116,9 @@ def test_loads_behind_a_long_forward_fill_no_launch_queue(card: Card, method: Me
     assert card.blocked_s == 0
 
 
-def pump_of(card: Card, case: Case, blocks: int, method: Method | None = None) -> Pump:
-    pump = Pump(lambda: engine_of(card, case, blocks, method, LIMITS), threaded=False)
+def pump_of(card: Card, case: Case, blocks: int, method: Method | None = None, load_parts: int = 1) -> Pump:
+    limits = LIMITS if load_parts == 1 else replace(LIMITS, load_chunk_bytes=1 << 62)
+    pump = Pump(lambda: engine_of(card, case, blocks, method, limits, load_parts), threaded=False)
     pump.open()
     return pump
 
@@ -194,6 +197,43 @@ def test_a_forward_overlaps_a_load_by_layer(card: Card, method: Method) -> None:
 
     assert batch_s(1) > 2 * load_s
     assert batch_s(8) < 1.5 * load_s
+
+
+@pytest.mark.parametrize("method", [Method.DMA, Method.DIRECT])
+def test_a_pump_launches_layers_while_the_model_launches_its_own(card: Card, method: Method) -> None:
+    """SGLang's pages of 64 tokens, 4 GiB, and a forward as long, behind another forward. The model's thread waits for
+    the launch of each group of layers, never submits, and the batch ends no later than with a caller that submits."""
+    blocks = (4 << 30) // SGLANG_8B.block_bytes
+    load_s = (4 << 30) / card.parameters["link_bytes_s"]
+    pump = pump_of(card, SGLANG_8B, blocks, method, load_parts=8)
+    card.forward(0.2)
+    moves = moves_of(blocks)
+    began, cpu = card.clock, time.thread_time()
+    ticket = pump.load(moves)
+    assert card.clock - began + time.thread_time() - cpu <= 5e-3, "the driver's time, and Python's"
+    launched: list[tuple[int, float]] = []  # layers that are launched, and when
+    real = pump._launched
+
+    def note(ticket: int, flight: Flight, last: bool) -> None:
+        real(ticket, flight, last)
+        job = pump._under_way[ticket]
+        layers = sum(job.covers(layer) for layer in range(SGLANG_8B.fragments))
+        launched.append((layers, card.clock))
+
+    pump._launched = note  # type: ignore[method-assign]
+    with card.thread(PUMP):
+        pump.tick()
+    held = []
+    for layer in range(SGLANG_8B.fragments):
+        due = next(clock for layers, clock in launched if layers > layer)
+        held.append(max(0.0, due - card.clock))
+        card.sleep_until(max(due, card.clock))
+        pump.fence(ticket, layer)
+        card.forward(load_s / SGLANG_8B.fragments)
+    assert max(held) <= 5e-3
+    while not card.idle:
+        card.sleep(0.1e-3)
+    assert card.clock - began - 0.2 < 1.3 * load_s
 
 
 def test_marks_are_used_again(card: Card) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from manual_mover import ManualEvent, ManualFlight, ManualMover
@@ -246,8 +246,10 @@ class Buggy(ManualMover):
 
     good = 1
 
-    def launch(self, lane: Lane, moves: Moves, gate: Gate, behind: Sequence[Flight]) -> ManualFlight:
-        flight = super().launch(lane, moves, gate, behind)
+    def launch(
+        self, lane: Lane, moves: Moves, gate: Gate, behind: Sequence[Flight], show: Callable[[Flight], None]
+    ) -> ManualFlight:
+        flight = super().launch(lane, moves, gate, behind, show)
         if len(self.flights) > self.good:
             raise RuntimeError("a bug")
         return flight

@@ -141,10 +141,69 @@ def test_copies_beside_other_work_run_over_the_stand_in(
     rows = rows_of(tmp_path / "rows")
     assert not any("error" in row for row in rows.values()), rows
     skipped = {name for name, row in rows.items() if "skipped" in row}
-    assert skipped <= {f"page-locking, {kind} pages" for kind in ("hugetlb", "transparent huge")}
+    assert skipped <= {"page-locking, hugetlb pages", "page-locking, transparent huge pages", "two processes under MPS"}
     assert rows["loads behind a long kernel, staged, by the pump"]["submit_ms"] > 0
     assert rows["decode beside 16 KiB, direct"]["copied_gb_s"] > 0 and rows["calibration beside a kernel"]["cells"] > 0
     assert rows["page-locking, 4 KiB pages"]["pin_gb_s"] > 0 and rows["one memfd, two processes"]["passed"]
+
+
+MPS = """#!{python}
+import sys
+from pathlib import Path
+orders = Path({folder!r}, "orders")
+said = " ".join(sys.argv[1:]) + sys.stdin.read().strip()
+with orders.open("a") as file:
+    print(said, file=file)
+if said == "get_server_list":
+    print({servers!r})
+sys.exit({code} if said == "-d" else 0)
+"""
+
+
+def mps_control(folder: Path, monkeypatch: pytest.MonkeyPatch, servers: str = "4711", code: int = 0) -> Path:
+    """A stand-in for the control program; the file of the orders that it gets."""
+    program = folder / "nvidia-cuda-mps-control"
+    program.write_text(MPS.format(python=sys.executable, folder=str(folder), servers=servers, code=code))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    return folder / "orders"
+
+
+SMALL = {"blocks": 4, "block_bytes": 4096, "rounds": 2}
+
+
+@pytest.mark.long
+def test_two_processes_under_mps_compare_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpu import mps
+
+    mps_control(tmp_path, monkeypatch)
+    row = mps.two_clients("cpu", **SMALL)
+    assert row["passed"] and row["gb_s"] > 0
+    monkeypatch.setattr(mps, "CLIENT", mps.CLIENT.replace("pool[:] = wanted", "pool[:] = wanted + 1"))
+    with pytest.raises(RuntimeError, match="wrong 2"):
+        mps.two_clients("cpu", **SMALL)
+
+
+def test_the_row_under_mps_judges_its_clients_and_leaves_no_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gpu import mps
+    from gpu.rows import Skip
+
+    orders = mps_control(tmp_path, monkeypatch)
+    monkeypatch.setattr(mps, "CLIENT", "print('wrong 0 gb_s 2.0')")
+    assert mps.two_clients("cpu", **SMALL) == {"passed": True, "gb_s": 4.0}
+    assert orders.read_text().splitlines() == ["-d", "get_server_list", "quit"]
+    monkeypatch.setattr(mps, "CLIENT", "print('wrong 1 gb_s 2.0')")
+    with pytest.raises(RuntimeError, match="wrong 1"):
+        mps.two_clients("cpu", **SMALL)
+    mps_control(tmp_path, monkeypatch, servers="")
+    with pytest.raises(RuntimeError, match="no clients"):
+        mps.two_clients("cpu", **SMALL)
+    assert orders.read_text().endswith("quit\n"), "ended whatever went wrong"
+    mps_control(tmp_path, monkeypatch, code=1)
+    with pytest.raises(Skip, match="MPS does not start"):
+        mps.two_clients("cpu", **SMALL)
 
 
 def test_a_prefix_is_measured_where_it_fits() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable, Sequence
 
 import pytest
 from manual_mover import ManualFlight, ManualMover
 
 from kvtier.errors import TierError
-from kvtier.kernels.copy import Ack, CopyEngine, Moves, Outcome
+from kvtier.kernels.copy import Ack, CopyEngine, CopyLimits, Lane, Moves, Outcome
+from kvtier.kernels.mover import Flight, Gate, State
 from kvtier.kernels.pump import Pump
 from tests.support.waiting import eventually
 
@@ -161,3 +164,96 @@ def test_a_bug_in_a_tick_is_logged_and_does_not_end_the_thread_at_once(
     mover.end(0)
     assert eventually(pump.poll)
     assert pump.close(5.0)
+
+
+class Layered(ManualMover):
+    """Launches layers one after another, each when it is allowed to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_launch = threading.Semaphore(0)
+
+    def launch(
+        self, lane: Lane, moves: Moves, gate: Gate, behind: Sequence[Flight], show: Callable[[Flight], None]
+    ) -> ManualFlight:
+        flight = LayeredFlight(lane, moves, gate, behind)
+        for layer in range(3):
+            assert self.may_launch.acquire(timeout=20.0)
+            flight.launched = layer + 1
+            if layer < 2:
+                show(flight)
+        self.flights.append(flight)
+        return flight
+
+
+class LayeredFlight(ManualFlight):
+    launched = 0
+
+    def covers(self, layer: int | None = None) -> bool:
+        return self.launched > (2 if layer is None else layer)
+
+    def fence(self, layer: int | None = None) -> None:
+        assert self.covers(layer), "an event that is not recorded orders nothing"
+        super().fence(layer)
+
+
+def test_a_fence_waits_for_the_launch_of_its_layer_and_for_no_other() -> None:
+    mover = Layered()
+    pump = Pump(lambda: CopyEngine(mover))
+    assert eventually(lambda: pump.ready)
+    ticket = pump.load(Moves.of([(1, 1, 0)]))
+    with pytest.raises(TierError, match="not launched within"):
+        pump.fence(ticket, 0, timeout_s=0.01)
+    mover.may_launch.release()
+    pump.fence(ticket, 0)
+    with pytest.raises(TierError, match="not launched within"):
+        pump.fence(ticket, 1, timeout_s=0.01)
+    mover.may_launch.release()
+    pump.fence(ticket, 1)
+    with pytest.raises(TierError, match="not launched within"):
+        pump.fence(ticket, timeout_s=0.01)
+    mover.may_launch.release()
+    pump.fence(ticket, 2)
+    pump.fence(ticket)
+    assert mover.flights[0].fences == 4 and not pump.wait([ticket], 0.0)
+    mover.end(0)
+    assert pump.wait([ticket], 20.0) and outcomes(pump.poll()) == [(ticket, Outcome.DONE)]
+    pump.fence(ticket)
+    pump.fence(99)
+    assert mover.flights[0].fences == 4, "what is over needs no order"
+    assert pump.close(5.0)
+
+
+def test_a_fence_launches_all_chunks_beyond_the_window() -> None:
+    mover = ManualMover()
+    pump = Pump(lambda: CopyEngine(mover, CopyLimits(chunk_bytes=100, load_window_bytes=100)))
+    assert eventually(lambda: pump.ready)
+    ticket = pump.load(Moves.of([(1, 1, 0), (2, 2, 0), (3, 3, 0)]))
+    assert eventually(lambda: mover.flights)
+    assert len(mover.flights) == 1
+    pump.fence(ticket)
+    assert [flight.fences for flight in mover.flights] == [1, 1, 1]
+    mover.end(0, 1, 2)
+    assert pump.wait([ticket], 20.0) and pump.close(5.0)
+
+
+def test_nobody_waits_for_copies_that_are_lost() -> None:
+    mover = ManualMover()
+    pump = Pump(lambda: CopyEngine(mover))
+    assert eventually(lambda: pump.ready)
+    ticket, other = pump.load(Moves.of([(1, 1, 0)])), pump.store(Moves.of([(2, 2, 0)]))
+    assert eventually(lambda: len(mover.flights) == 2)
+    mover.end(0, state=State.LOST)
+    began = time.monotonic()
+    assert not pump.wait([ticket, other], 20.0) and time.monotonic() - began < 10.0
+    assert not pump.close(0.0), "its memory stays held"
+
+
+def test_a_fence_and_a_wait_behind_a_refused_command_return() -> None:
+    mover = ManualMover()
+    pump = Pump(lambda: CopyEngine(mover))
+    assert eventually(lambda: pump.ready)
+    ticket = pump.load(Moves.of([(1, 2, 0), (1, 3, 0)]))
+    assert pump.wait([ticket], 20.0)
+    pump.fence(ticket)
+    assert outcomes(pump.poll()) == [(ticket, Outcome.REFUSED)] and pump.close(5.0)

@@ -26,8 +26,8 @@ def hold(pool: device.DevicePool, lane: Lane, started: Event, patch: pytest.Monk
     mover = pool._engine._mover  # type: ignore[union-attr]
     launch = mover.launch
 
-    def late(on: Lane, moves: Any, gate: Any, behind: Any) -> Any:
-        return launch(on, moves, mover.gate(After()) if on is lane else gate, behind)
+    def late(on: Lane, moves: Any, gate: Any, behind: Any, show: Any) -> Any:
+        return launch(on, moves, mover.gate(After()) if on is lane else gate, behind, show)
 
     patch.setattr(mover, "launch", late)
 

@@ -232,7 +232,7 @@ def resumed(machine: Machine, begin: int, tables: list[list[int]]) -> list[Any]:
     return list(machine.held.ready)
 
 
-@pytest.mark.parametrize("forgets", ["", "all", "last"])
+@pytest.mark.parametrize("forgets", ["", "all", "last", "another"])
 def test_windows_that_were_found_count_only_if_they_are_known_to_be_right(forgets: str) -> None:
     """After new weights in place, the engine's pool has blocks of the old ones under the same names."""
     machine = Machine(retention=None)
@@ -248,6 +248,9 @@ def test_windows_that_were_found_count_only_if_they_are_known_to_be_right(forget
     if forgets == "last":
         for number, table in enumerate(tables, 1):
             del machine.held._known[number, table[-1]]
+    if forgets == "another":  # it was known as another prompt's, and has been handed out and named since
+        for number, table in enumerate(tables, 1):
+            machine.held._known[number, table[-1]] = object()
     boundaries = [boundary.tokens for boundary in resumed(machine, 36, tables)]
     far = (36 + 90 - 1) // SIZE * SIZE
     assert boundaries == ([far] if forgets else [36 + SIZE, 36 + 3 * SIZE, far]), (
@@ -270,6 +273,20 @@ def test_a_block_that_the_engine_took_back_is_no_part_of_a_boundary() -> None:
     machine.finish("r", 59)
     machine.held.complete(machine.step)
     assert not machine.held.ready and machine.held.count == 0
+
+
+def test_a_boundary_with_a_hole_is_not_held() -> None:
+    """The engine took a window's block back and has none in its place."""
+    machine = Machine(windows=(12,))
+    track = machine.begin("r", list(range(50)))
+    machine.compute("r", 0, 40)
+    machine.completed("r", 40)
+    (needed,) = machine.groups.needed(48)
+    table = machine.held._of(track).tables[0]  # type: ignore[union-attr]
+    table[needed.start] = 0
+    machine.compute("r", 40, 50)
+    machine.completed("r", 50)
+    assert not machine.held.ready and machine.held.given_up == len(needed)
 
 
 def test_a_block_that_is_completed_twice_is_held_once() -> None:

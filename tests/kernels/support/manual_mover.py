@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvtier.kernels.mover import Event, Flight, Gate, Lane, Moves, State
 
@@ -35,6 +35,9 @@ class ManualFlight:
     def fence(self, layer: int | None = None) -> None:
         self.fences += 1
 
+    def covers(self, layer: int | None = None) -> bool:
+        return True
+
 
 class ManualMover:
     """Records launches in order."""
@@ -52,7 +55,9 @@ class ManualMover:
     def mark(self) -> ManualEvent:
         return ManualEvent()
 
-    def launch(self, lane: Lane, moves: Moves, gate: Gate, behind: Sequence[Flight]) -> ManualFlight:
+    def launch(
+        self, lane: Lane, moves: Moves, gate: Gate, behind: Sequence[Flight], show: Callable[[Flight], None]
+    ) -> ManualFlight:
         assert isinstance(gate, ManualGate) and not gate.closed, "launched behind a closed gate"
         self.flights.append(ManualFlight(lane, moves, gate, behind))
         return self.flights[-1]

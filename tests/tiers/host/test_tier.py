@@ -8,16 +8,19 @@ import os
 
 import pytest
 
+from kvtier.checksum import DIGEST_BYTES
 from kvtier.errors import ClosedError, ConfigError
 from kvtier.policies.gapduel import GapDuel
 from kvtier.policies.lru import LRU
 from kvtier.retention.lifetime import Lifetime
-from kvtier.retention.terms import BUILTIN, Terms
+from kvtier.retention.terms import BUILTIN, Depth, Terms
 from kvtier.testing import chain_of, payload_of, sample_namespace
 from kvtier.tiers.host.arena import Arena, available_bytes
 from kvtier.tiers.host.slot import SlotState
+from kvtier.tiers.host.slot_table import MANY
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Miss
+from kvtier.times import Wall
 
 BLOCK = 4096
 NS = sample_namespace(BLOCK)
@@ -100,6 +103,34 @@ def test_a_use_does_not_renew_a_max_age() -> None:
     for at in (90, 149):
         assert tier.pin(KEYS[0], NOW + at, NOW + at) is not None
     assert tier.peek(KEYS[0], NOW + 151) is Miss.EXPIRED
+
+
+@pytest.mark.parametrize("together", [1, MANY])
+def test_a_request_that_stores_a_block_again_restarts_its_max_age(together: int) -> None:
+    """Terms are joined, not kept: the block lives as long as one that this request had computed."""
+    table, terms = host(together).index.table, Terms("t", ttl=1e4, max_age=150)
+    life = Lifetime.of(terms, NOW)
+    table.stamp_all(range(together), 0, life, life.ends(Depth.G2))
+    table.extend_all(range(together), terms, Wall(NOW + 100))
+    assert {table.ends(number) for number in range(together)} == {NOW + 250}
+
+
+@pytest.mark.parametrize("together", [2, MANY])
+def test_longer_terms_reach_every_block_of_a_chain_that_lacks_them(together: int) -> None:
+    table, short, long = host(together).index.table, Terms("s", ttl=10), Terms("l", ttl=1e4)
+    for number in range(together):
+        table.stamp(number, life := Lifetime.of(short if number % 2 else long, NOW), life.ends(Depth.G2))
+    assert table.extend_all(range(together), long, Wall(NOW + 5)) == list(range(1, together, 2))
+    assert {table.ends(number) for number in range(together)} == {NOW + 5 + 1e4}
+
+
+def test_a_slot_that_was_freed_has_no_digest_of_the_block_before() -> None:
+    tier = host(1)
+    slot = tier.reserve(KEYS[0], 0)
+    assert slot is not None and tier.commit(slot, slot.generation, LIFE, b"d" * DIGEST_BYTES)
+    assert slot.digest == b"d" * DIGEST_BYTES
+    tier.drop(KEYS[0])
+    assert tier.reserve(KEYS[1], 1) == slot and slot.digest is None
 
 
 def test_a_claimed_block_is_not_evicted() -> None:
