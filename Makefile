@@ -19,14 +19,15 @@ VLLM := .venv-vllm
 # `./kvtier` alone lacks the packages of connectors/ and kernels/; the installed name has them all.
 export PYTHONSAFEPATH := 1
 
-.PHONY: docs dist help setup sglang demo test test-tiers test-core test-disk test-objects test-engines test-vllm test-sglang test-vllm-oldest vllm-releases test-long mutants models coverage hammer check types pictures reference bench gpu-check gpu-compare gpu-wheels ptx clean
+.PHONY: docs dist help setup sglang demo test test-tiers test-core test-tools test-disk test-objects test-engines test-vllm test-sglang test-vllm-oldest vllm-releases test-long mutants models coverage hammer check types pictures reference bench gpu-check gpu-compare gpu-wheels ptx clean
 
 help:
 	@echo "make setup      .venv with the requirements of all other targets"
 	@echo "make sglang     .venv-sglang: SGLang for the CPU on top of .venv (250 MB more); part of setup"
 	@echo "make demo       a real model's KV blocks through four tiers and a second process"
 	@echo "make test       the quick tests        make test-long   all of them"
-	@echo "make test-engines (test-vllm, test-sglang) and make test-tiers (test-disk, test-objects, test-core) are its parts"
+	@echo "make test-engines (test-vllm, test-sglang) and make test-tiers (test-disk, test-objects, test-core,"
+	@echo "                test-tools) are its parts, PARTS of them at once (3)"
 	@echo "make test-vllm-oldest  vLLM's scenarios on the oldest release that runs here (110 MB more); part of test-long"
 	@echo "make vllm-releases  the check at start against the releases of vLLM that kvtier serves (downloads their wheels)"
 	@echo "make mutants    plants two hundred bugs one by one, and says which of them no quick test finds"
@@ -81,16 +82,17 @@ $(VLLM)/.ready: $(READY) pyproject.toml
 demo: $(BASE)
 	$(BIN)/kvtier demo
 
-# Several parts, PARTS of them at once, since most of their tests use one core: a part begins when another ends, so the
-# longest come first. Each shows its results when it ends. Exit status 5: none of its tests was selected by $(PYTEST).
-PARTS ?= 2
+# Several parts, PARTS of them at once: a test uses one core, and a third of its time it waits for a disk, a process or a
+# clock, so three keep two cores busy. A part begins when another ends: the longest come first. Each shows its results
+# when it ends. Exit status 5: none of its tests was selected by $(PYTEST).
+PARTS ?= 3
 test: $(READY) $(SGLANG)/.ready
 	@$(MAKE) --no-print-directory --jobs=$(PARTS) --keep-going --output-sync=target \
-		test-core test-vllm test-disk test-objects test-sglang
+		test-vllm test-core test-disk test-tools test-objects test-sglang
 
 test-engines: test-vllm test-sglang
 
-test-tiers: test-disk test-core test-objects
+test-tiers: test-disk test-core test-tools test-objects
 
 test-disk: $(READY)
 	$(BIN)/python -m pytest tests/tiers/disk $(PYTEST) || test $$? -eq 5
@@ -98,9 +100,15 @@ test-disk: $(READY)
 test-objects: $(READY)
 	$(BIN)/python -m pytest tests/tiers/objects $(PYTEST) || test $$? -eq 5
 
+# Around the cache: commands, benchmarks, the demo, the simulator, documents, the package, tests of tests.
+TOOLS := bench cli compatibility demo docs fuzz models monitoring mutants packaging sim
+test-tools: $(READY)
+	$(BIN)/python -m pytest $(addprefix tests/,$(TOOLS)) $(PYTEST) || test $$? -eq 5
+
 # All that the other parts leave.
 test-core: $(READY)
-	$(BIN)/python -m pytest $(addprefix --ignore=tests/,connectors/sglang connectors/vllm tiers/disk tiers/objects) \
+	$(BIN)/python -m pytest \
+		$(addprefix --ignore=tests/,connectors/sglang connectors/vllm tiers/disk tiers/objects $(TOOLS)) \
 		$(PYTEST) || test $$? -eq 5
 
 test-vllm: $(READY)

@@ -16,11 +16,36 @@ import select
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import IO, Any, Protocol
 
 _READ_BYTES = 65536
 _WORDS_BYTES = 20_000
+
+
+class Process(Protocol):
+    """What a Child needs of a `subprocess.Popen`: it leads a session, and its group has its number."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+Spawn = Callable[[Sequence[str], Sequence[int], IO[bytes]], Process]
+"""Starts a command that inherits descriptors, whose numbers are its last arguments, and writes its output to a log."""
+
+
+def _new_process(command: Sequence[str], descriptors: Sequence[int], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [*command, *map(str, descriptors)],
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 class ChildFailed(AssertionError):
@@ -30,22 +55,18 @@ class ChildFailed(AssertionError):
 class Child:
     """The process and all that it starts are a group, which `kill` ends. Used from one thread at a time."""
 
-    def __init__(self, command: Sequence[str], start_s: float) -> None:
-        """Starts it and waits for its first line, which is `ready` then. Raises ChildFailed."""
+    def __init__(self, command: Sequence[str], start_s: float, spawn: Spawn | None = None) -> None:
+        """Starts it and waits for its first line, which is `ready` then; `spawn` starts it another way than as a new
+        process. Raises ChildFailed."""
         orders_out, orders_in = os.pipe()
         answers_out, answers_in = os.pipe()
         # Appended to by the child, and read beside it; closed by `kill`.
         self._log = tempfile.TemporaryFile("a+b")  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [*command, str(orders_out), str(answers_in)],
-            pass_fds=(orders_out, answers_in),
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        os.close(orders_out)
-        os.close(answers_in)
+        try:
+            self.process = (spawn or _new_process)(command, (orders_out, answers_in), self._log)
+        finally:
+            os.close(orders_out)
+            os.close(answers_in)
         self._orders = os.fdopen(orders_in, "w")
         self._answers = os.fdopen(answers_out, "rb", buffering=0)
         self._buffer = b""

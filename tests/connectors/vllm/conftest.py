@@ -15,12 +15,15 @@ import pytest
 
 from kvtier.testing import Child
 from tests.connectors.support import adapters
+from tests.connectors.support.forked import Template
 from tests.connectors.vllm.support.checkpoints import OTHERS, write_llama
 from tests.connectors.vllm.support.prompts import prompt
 
 HERE = Path(__file__).parent
 START_S = 420.0
 CALL_S = 200.0
+IMPORTED = ("engine_host", "vllm.entrypoints.llm")
+"""The host first: it sets what vLLM reads as it is imported."""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -35,8 +38,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 class Engine:
     """`engine.generate(prompts=[…])` and every other method of engine_host.Host, in a child process."""
 
-    def __init__(self, script: str = "engine_host.py", **options: Any) -> None:
-        self._child = Child([sys.executable, "-P", str(HERE / "support" / script), json.dumps(options)], START_S)
+    def __init__(self, template: Template, script: str = "engine_host.py", **options: Any) -> None:
+        """Forked from `template`, unless the environment is this test's own. An engine with processes of its own begins
+        as a user begins it, with a seed of `hash()` of its own."""
+        command = [sys.executable, "-P", str(HERE / "support" / script), json.dumps(options)]
+        forked = template.fits() and options.get("processes") != "own"
+        self._child = Child(command, START_S, template.start if forked else None)
         self.process = self._child.process
         self.kill = self._child.kill
         try:
@@ -104,13 +111,21 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"tiers": tiers, "deadlines": {"lookup": "1s"}}
 
 
+@pytest.fixture(scope="session")
+def template() -> Iterator[Template]:
+    """A process that has imported vLLM: an engine that is forked from it is spared two thirds of its start."""
+    template = Template(HERE / "support", IMPORTED)
+    yield template
+    template.close()
+
+
 @pytest.fixture(scope="module")
-def start(make_checkpoint: Callable[[int], Path]) -> Iterator[Callable[..., Engine]]:
+def start(make_checkpoint: Callable[[int], Path], template: Template) -> Iterator[Callable[..., Engine]]:
     """Starts engines; whatever still runs is ended with the module."""
     engines: list[Engine] = []
 
     def begin(seed: int = 0, **options: Any) -> Engine:
-        engines.append(Engine(**{"model": str(make_checkpoint(seed)), **options}))
+        engines.append(Engine(template, **{"model": str(make_checkpoint(seed)), **options}))
         return engines[-1]
 
     yield begin
@@ -119,11 +134,11 @@ def start(make_checkpoint: Callable[[int], Path]) -> Iterator[Callable[..., Engi
 
 
 @pytest.fixture(scope="session")
-def engine(make_checkpoint: Callable[[int], Path], config: dict[str, Any]) -> Iterator[Engine]:
+def engine(make_checkpoint: Callable[[int], Path], config: dict[str, Any], template: Template) -> Iterator[Engine]:
     """One engine for every module that has none of its own. It loads between steps, where a load can be held up, fail
     late and outlive its request; test_engine_in_step has the others."""
     arguments = {"in_step_bytes": 0}
-    engine = Engine(model=str(make_checkpoint(0)), config=config, events=True, arguments=arguments)
+    engine = Engine(template, model=str(make_checkpoint(0)), config=config, events=True, arguments=arguments)
     yield engine
     engine.kill()
 

@@ -27,16 +27,9 @@ PLAIN = {"load": False, "store": False}
     ids=["caching", "no caching"],
 )
 def stepping(
-    request: pytest.FixtureRequest, make_checkpoint: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Any]:
-    from tests.connectors.vllm.conftest import Engine
-
-    folder = tmp_path_factory.mktemp("in-step")
-    engine = Engine(
-        model=str(make_checkpoint(0)), config=tiers(folder), engine={"enable_prefix_caching": request.param}
-    )
-    yield engine
-    engine.kill()
+    request: pytest.FixtureRequest, start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Any:
+    return start(config=tiers(tmp_path_factory.mktemp("in-step")), engine={"enable_prefix_caching": request.param})
 
 
 @pytest.fixture

@@ -16,8 +16,9 @@ def survive(path: Path, cycles: int, seed: int) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_250_kills_lose_nothing_durable_and_serve_nothing_wrong(tmp_path: Path) -> None:
-    survive(tmp_path / "g3", 250, seed=1)
+def test_80_kills_lose_nothing_durable_and_serve_nothing_wrong(tmp_path: Path) -> None:
+    """More than twice as many as show the sabotage below."""
+    survive(tmp_path / "g3", 80, seed=1)
 
 
 def test_publishing_before_writing_would_be_noticed(tmp_path: Path) -> None:
