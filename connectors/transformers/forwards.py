@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvtier.connectors.transformers.groups import LayerGroups
-from kvtier.connectors.transformers.history import History
+from kvtier.connectors.transformers.history import TokenHistory
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,7 @@ class _Followed:
 
     begin: int
     known: int
-    history: History
+    history: TokenHistory
     asked: torch.Tensor | None = None
     taken: dict[int, list[list[torch.Tensor]]] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
@@ -84,7 +84,7 @@ class Forwards:
     def follow(self, cache: Any, tokens: Any, known: int) -> None:
         """Look at the passes over this cache, which holds these tokens (NumPy), from now on. Of its prompt's chain,
         `known` tokens are stored."""
-        self._followed[cache] = _Followed(len(tokens), known, History(tokens))
+        self._followed[cache] = _Followed(len(tokens), known, TokenHistory(tokens))
 
     def follows(self, cache: Any) -> bool:
         """Whether this cache is followed."""

@@ -17,7 +17,7 @@ _MASKED = "a pass over it masked tokens as padding"
 _MOVED = "a pass over it gave tokens other positions than their own"
 
 
-class History:
+class TokenHistory:
     """Of one cache, which begins with `tokens` (NumPy, on the host). A reason against it holds for good: what a pass
     left behind cannot be told from the rest."""
 
