@@ -4,7 +4,8 @@ A window keeps its last tokens only, and a state is one value: both exist at the
 one writes over them. So a boundary can be kept only where a pass ends. Passes are made to end where prompts end and
 where they leave a chain that is known (`advance`); of those that the model's owner runs, each is looked at as it ends.
 
-Followed through hooks of the model's decoder, until `close`. An error in one costs boundaries, never the pass.
+Of every model, passes say which tokens a cache holds the KV of (`history`). Followed through hooks of the model and of
+its decoder, until `close`. An error in one costs what could have been kept, never the pass.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvtier.connectors.transformers.groups import LayerGroups
+from kvtier.connectors.transformers.history import TokenHistory
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +33,13 @@ come to at most a quarter of the full group's bytes."""
 @dataclass(slots=True)
 class _Followed:
     """One cache, which began with `begin` tokens; of the prompt's chain, `known` were stored. `taken` by boundary. The
-    last one, `passing`, leaves when the next comes, unless it is kept."""
+    last one, `passing`, leaves when the next comes, unless it is kept. `asked`: tokens that the model was given for the
+    pass; its decoder may be given embeddings of them."""
 
     begin: int
     known: int
+    history: TokenHistory
+    asked: torch.Tensor | None = None
     taken: dict[int, list[list[torch.Tensor]]] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
     passing: int = 0
@@ -49,20 +54,26 @@ class Forwards:
         self._model, self._groups, self._block_tokens, self._counts = model, groups, block_tokens, counts
         self._followed: weakref.WeakKeyDictionary[Any, _Followed] = weakref.WeakKeyDictionary()
         self._last_only = "logits_to_keep" in inspect.signature(model.forward).parameters
-        decoder, me = model.get_decoder(), weakref.ref(self)
-
-        def before(_module: Any, _args: Any, named: dict[str, Any]) -> None:
-            if (forwards := me()) is not None:
-                forwards._guarded(forwards._begins, named.get("past_key_values"))
-
-        def after(_module: Any, _args: Any, named: dict[str, Any], _output: Any) -> None:
-            if (forwards := me()) is not None:
-                forwards._guarded(forwards._ended, named.get("past_key_values"))
-
+        self._precision = _precision(model)
+        decoder, outer = model.get_decoder(), getattr(model, "get_base_model", lambda: model)()
         self._hooks = [
-            decoder.register_forward_pre_hook(before, with_kwargs=True),
-            decoder.register_forward_hook(after, with_kwargs=True),
+            decoder.register_forward_pre_hook(self._hook("_begins"), with_kwargs=True),
+            decoder.register_forward_hook(self._hook("_ended"), with_kwargs=True),
         ]
+        if groups.beside:
+            self._hooks.append(decoder.register_forward_hook(self._hook("_take"), with_kwargs=True))
+        if outer is not decoder:
+            self._hooks.append(outer.register_forward_pre_hook(self._hook("_asked"), with_kwargs=True))
+
+    def _hook(self, look: str) -> Callable[..., None]:
+        """A hook that calls a method of this object, which it does not keep alive."""
+        me = weakref.ref(self)
+
+        def hook(_module: Any, args: tuple[Any, ...], named: dict[str, Any], *_output: Any) -> None:
+            if (forwards := me()) is not None:
+                forwards._guarded(look, args, named)
+
+        return hook
 
     def close(self) -> None:
         """Leave the model as it was. Idempotent."""
@@ -70,15 +81,29 @@ class Forwards:
             hook.remove()
         self._followed.clear()
 
-    def follow(self, cache: Any, known: int) -> None:
-        """Look at the passes over this cache from now on. Of its prompt's chain, `known` tokens are stored."""
-        self._followed[cache] = _Followed(cache.get_seq_length(), known)
+    def follow(self, cache: Any, tokens: Any, known: int) -> None:
+        """Look at the passes over this cache, which holds these tokens (NumPy), from now on. Of its prompt's chain,
+        `known` tokens are stored."""
+        self._followed[cache] = _Followed(len(tokens), known, TokenHistory(tokens))
+
+    def follows(self, cache: Any) -> bool:
+        """Whether this cache is followed."""
+        return cache in self._followed
+
+    def problem(self, cache: Any, tokens: Any) -> str:
+        """Why the cache is not to be kept as that of leading `tokens` (NumPy); "" if it is, as far as can be told:
+        of a cache that is not followed, nothing can."""
+        followed = self._followed.get(cache)
+        return "" if followed is None else followed.history.problem(tokens, cache.get_seq_length())
 
     def advance(self, cache: Any, ids: torch.Tensor) -> list[int]:
         """Run the model over the prompt, from where `cache`, which is followed, ends up to the prompt's last boundary:
         in passes that end at boundaries that are worth keeping, among them where the prompt leaves a chain that is
-        stored. Returns these ends."""
+        stored. Returns these ends; none for a model without groups beside the full one."""
         import torch
+
+        if not self._groups.beside:
+            return []
 
         begin, size, followed = cache.get_seq_length(), self._block_tokens, self._followed[cache]
         ends = sorted(self._ends(begin, followed.known, (ids.shape[1] - 1) // size * size))
@@ -101,7 +126,10 @@ class Forwards:
         return _FAR * self._block_tokens * sum(self._counts(tokens))
 
     def boundaries(self, cache: Any) -> dict[int, list[list[torch.Tensor]]]:
-        """What the groups held, by boundary, ascending; of a cache that is not followed, at most where it ends."""
+        """What the groups beside the full one held, by boundary, ascending; of a cache that is not followed, at most
+        where it ends."""
+        if not self._groups.beside:
+            return {}
         length = cache.get_seq_length()
         followed = self._followed.get(cache)
         taken = {} if followed is None else followed.taken
@@ -112,22 +140,44 @@ class Forwards:
 
     # --- passes ------------------------------------------------------------------------------------------------
 
-    def _guarded(self, look: Callable[[_Followed, Any], None], cache: Any) -> None:
+    def _guarded(self, look: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        cache = named.get("past_key_values")
         followed = None if cache is None else self._followed.get(cache)
         if followed is None:
             return
         try:
-            look(followed, cache)
+            getattr(self, look)(followed, cache, named.get("input_ids", args[0] if args else None), named)
         except Exception:
-            log.exception("kvtier: a forward pass was not followed; nothing of it is kept at boundaries")
-            followed.taken.clear()
+            log.exception("kvtier: a forward pass was not followed; what it left is not kept")
+            if look == "_take":
+                followed.taken.clear()
+            else:
+                followed.history.spoil("a pass over it was not followed")
 
-    def _begins(self, followed: _Followed, cache: Any) -> None:
+    def _asked(self, followed: _Followed, cache: Any, ids: torch.Tensor | None, named: dict[str, Any]) -> None:
+        followed.asked = ids
+        if ids is not None:
+            followed.history.looks(cache.get_seq_length(), ids.shape[-1], named)
+
+    def _begins(self, followed: _Followed, cache: Any, ids: torch.Tensor | None, named: dict[str, Any]) -> None:
         """A pass begins where the cache ends: whatever was taken beyond is of tokens that were taken back."""
-        for tokens in [tokens for tokens in followed.taken if tokens > cache.get_seq_length()]:
+        length, history = cache.get_seq_length(), followed.history
+        for tokens in [tokens for tokens in followed.taken if tokens > length]:
             del followed.taken[tokens]
+        asked, followed.asked = followed.asked, None
+        history.begins(length, asked if ids is None else ids)
+        if asked is None and ids is not None:
+            history.looks(length, ids.shape[-1], named)
+        if self._model.training:
+            history.spoil("the model was in training mode: call its eval() first")
+        if _precision(self._model) != self._precision:
+            history.spoil("a pass over it ran under another autocast than the model was opened with")
 
-    def _ended(self, followed: _Followed, cache: Any) -> None:
+    def _ended(self, followed: _Followed, cache: Any, _ids: torch.Tensor | None, _named: dict[str, Any]) -> None:
+        followed.history.ended(cache.get_seq_length())
+
+    def _take(self, followed: _Followed, cache: Any, _ids: torch.Tensor | None, _named: dict[str, Any]) -> None:
+        """Take the boundary where a pass has ended, and leave the one before it, unless that is kept."""
         tokens = cache.get_seq_length()
         if tokens % self._block_tokens or tokens <= followed.begin:
             return
@@ -141,3 +191,11 @@ class Forwards:
             else:
                 followed.taken.pop(followed.passing, None)
         followed.taken[tokens], followed.passing = taken, tokens
+
+
+def _precision(model: Any) -> Any:
+    """The autocast that holds now, for the model's device."""
+    import torch
+
+    kind = model.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

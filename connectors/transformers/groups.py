@@ -112,7 +112,7 @@ class LayerGroups:
 
     def take(self, cache: Any, boundary: int) -> list[list[torch.Tensor]] | None:
         """Each group's tensors in a cache that holds so many tokens; None where one has another form, so that the
-        boundary cannot be kept. Windows are views, which the library never writes to; states are copies."""
+        boundary cannot be kept. Windows may be views, which the library never writes to; states are copies."""
         taken = [[_tensor(cache, group, form, boundary) for form in group.forms] for group in self.beside]
         for group, tensors in zip(self.beside, taken, strict=True):
             for form, tensor in zip(group.forms, tensors, strict=True):
@@ -227,7 +227,9 @@ def _tensor(cache: Any, group: BoundaryGroup, form: Form, boundary: int) -> torc
     tokens = group.tokens(boundary)
     if tensor is None or layer.cumulative_length != boundary or tensor.shape[2] < tokens:
         return None
-    return tensor[:, :, tensor.shape[2] - tokens :]
+    window = tensor[:, :, tensor.shape[2] - tokens :]
+    # A pass over many tokens leaves a view of the keys of all of them, which the next pass lets go of.
+    return window.clone() if window.untyped_storage().nbytes() > 2 * window.nbytes else window
 
 
 def _cut(group: BoundaryGroup, boundary: int, flat: torch.Tensor) -> list[torch.Tensor]:

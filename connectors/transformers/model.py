@@ -66,8 +66,19 @@ def probe(model: Any) -> KVShape:
         raise InvalidRequest(problem)
     cache = DynamicCache(config=model.config)
     ids = torch.zeros((1, _PROBED_TOKENS), dtype=torch.long, device=model.device)
-    with torch.no_grad():
-        model(ids, past_key_values=cache, use_cache=True)
+    seen: list[Any] = []
+    hook = model.get_decoder().register_forward_pre_hook(
+        lambda _module, _args, named: seen.append(named.get("past_key_values")), with_kwargs=True
+    )
+    try:
+        with torch.no_grad():
+            model(ids, past_key_values=cache, use_cache=True)
+    finally:
+        hook.remove()
+    if not any(one is cache for one in seen):
+        raise InvalidRequest(
+            "the model does not call its get_decoder() with past_key_values: passes cannot be followed"
+        )
     groups = groups_of(cache)
     full = [cache.layers[index] for index in groups.full]
     found = {(tuple(t.shape), t.dtype) for layer in full for t in (layer.keys, layer.values)}

@@ -54,10 +54,10 @@ _SPILL_AHEAD_FRACTION = 0.25
 
 @dataclass(frozen=True, slots=True)
 class _Fetched:
-    """What a cache object was handed out with: blocks that were found, and tokens that it held."""
+    """What a cache object was handed out with: how many blocks were found, and in which chain."""
 
     blocks: int
-    tokens: Any
+    root: BlockKey
 
 
 class PrefixCache:
@@ -110,7 +110,7 @@ class PrefixCache:
         self._chains = Chains(self.pool, self.cache, self._traffic, self.clock)
         groups = self.shape.groups
         self._boundaries = Boundaries(groups, block_tokens, self.pool, self.cache, self._chains, self.clock)
-        self._forwards = Forwards(model, groups, block_tokens, self._boundaries.counts) if groups.beside else None
+        self._forwards = Forwards(model, groups, block_tokens, self._boundaries.counts)
 
     def __enter__(self) -> PrefixCache:
         return self
@@ -139,8 +139,10 @@ class PrefixCache:
         see the verb of that name. Raises InvalidRequest for a batch, padding, images or an unknown retention class.
         """
         tokens = self._row(input_ids, attention_mask)
-        chain = self._chain(tokens, self._terms(retention), salt)[: (len(tokens) - 1) // self.block_tokens]
-        if self._forwards is None:
+        terms = self._terms(retention)
+        root = self._root(terms, salt)
+        chain = self._chain(tokens, terms, salt)[: (len(tokens) - 1) // self.block_tokens]
+        if not self.shape.groups.beside:
             rows, tiers = self._chains.read(chain, timeout)
             found = Found(rows, tiers, len(tiers))
         else:
@@ -148,13 +150,12 @@ class PrefixCache:
         cache, hit = self._cache_of(found), len(found.tiers) * self.block_tokens
         self._account(found, len(tokens))
         if self._tails is not None:
-            parent = chain[len(found.tiers) - 1] if found.tiers else self._root(self._terms(retention), salt)
+            parent = chain[len(found.tiers) - 1] if found.tiers else root
             hit += self._add_tail(self._tails, cache, parent, tokens[hit:-1])
-        self._fetched[cache] = _Fetched(len(found.tiers), tokens[:hit])
-        if self._forwards is not None:
-            self._forwards.follow(cache, found.known * self.block_tokens)
-            if advance:
-                self.advance(cache, input_ids)
+        self._fetched[cache] = _Fetched(len(found.tiers), root)
+        self._forwards.follow(cache, tokens[:hit], found.known * self.block_tokens)
+        if advance:
+            self._forwards.advance(cache, input_ids)
         return cache, hit
 
     def advance(self, cache: DynamicCache, input_ids: torch.Tensor) -> list[int]:
@@ -162,15 +163,11 @@ class PrefixCache:
         can be kept: windows and states can be, only where a forward pass ends. Returns where passes ended, in tokens;
         of a model without such layers nothing is computed, and the list is empty. Raises InvalidRequest as `fetch`
         does, and for another cache."""
-        tokens, fetched = self._row(input_ids, None), self._fetched.get(cache)
-        if fetched is None:
+        tokens = self._row(input_ids, None)
+        if not self._forwards.follows(cache):
             raise InvalidRequest("this cache was not returned by `fetch`: advance the one that was")
         self._check_cache(cache, tokens)
-        if self._forwards is None:
-            return []
-        ends = self._forwards.advance(cache, input_ids)
-        self._fetched[cache] = _Fetched(fetched.blocks, tokens[: cache.get_seq_length()])
-        return ends
+        return self._forwards.advance(cache, input_ids)
 
     def store(
         self,
@@ -199,15 +196,14 @@ class PrefixCache:
         chain = self._chain(tokens[: cache.get_seq_length()], terms, salt)
         limit = self._config.deadlines.put if timeout is None else timeout
         # Blocks that `fetch` took from below and G1 had no slot for are below still: they need not come again.
-        fetched = self._fetched.get(cache)
-        below = 0 if fetched is None else min(fetched.blocks, len(chain))
+        fetched, root = self._fetched.get(cache), self._root(terms, salt)
+        below = 0 if fetched is None or fetched.root != root else min(fetched.blocks, len(chain))
         first, reached = self._chains.keep(chain, terms, limit, partial(self._write, cache), below)
-        if self._forwards is not None:
-            for boundary, taken in self._forwards.boundaries(cache).items():
-                if boundary <= reached * self.block_tokens:
-                    self._boundaries.keep(chain, boundary, taken, terms, limit)
+        for boundary, taken in self._forwards.boundaries(cache).items():
+            if boundary <= reached * self.block_tokens:
+                self._boundaries.keep(chain, boundary, taken, terms, limit)
         if self._tails is not None and reached == len(chain):
-            parents = (self._root(terms, salt), *chain)
+            parents = (root, *chain)
             self._keep_tails(self._tails, cache, parents, tokens, replace(terms, ceiling=Depth.G1))
         self.step()
         return reached - first
@@ -247,8 +243,7 @@ class PrefixCache:
 
     def close(self) -> Flushed:
         """Offload, flush, release everything. Idempotent."""
-        if self._forwards is not None:
-            self._forwards.close()
+        self._forwards.close()
         if not self.cache.manager.closed:
             self.flush(self._config.deadlines.close)
         self.pool.detach()
@@ -324,11 +319,8 @@ class PrefixCache:
                         f"layer {index} holds {tensor.dtype} {tuple(tensor.shape)}, expected {shape.dtype} {wanted}; "
                         "kvtier casts nothing"
                     )
-        fetched = self._fetched.get(cache)
-        if fetched is not None:
-            count = min(len(fetched.tokens), wanted[2])
-            if not (tokens[:count] == fetched.tokens[:count]).all():
-                raise InvalidRequest(f"this cache was fetched for other tokens: its first {count} are not those given")
+        if problem := self._forwards.problem(cache, tokens):
+            raise InvalidRequest(problem)
 
     # --- tails -------------------------------------------------------------------------------------------------
 

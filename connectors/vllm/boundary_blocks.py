@@ -69,6 +69,7 @@ class _Tables:
     noted: int = 0  # leading blocks that are known, or were not to be
     wanted: set[int] = field(default_factory=set)
     taken: list[int] = field(default_factory=list)  # boundaries that were held
+    missed: set[int] = field(default_factory=set)  # those that could not be
     ended: tuple[int, int] = (0, 0)  # the last two boundaries at which a step ended
     crossed: int = 0  # the last boundary that a step was planned to cross
     tails: dict[int, list[int]] = field(default_factory=dict)  # held, by boundary: see `_hold_tail`
@@ -91,6 +92,7 @@ class BoundaryBlocks:
     def __init__(self, groups: Groups, pool: EnginePool) -> None:
         self.ready: list[Boundary] = []  # for the caller to copy, who takes them out
         self.given_up = 0  # blocks of boundaries that were not stored
+        self.lost = 0  # of these, right ones that the engine has taken back, or may at any time
         self.count = 0  # blocks held
         self._groups, self._size = groups, groups.block_tokens
         self._pool = pool
@@ -227,6 +229,8 @@ class BoundaryBlocks:
         room = self.count + len(blocks) <= self._pool.blocks // _HELD_FRACTION and not self._short()
         if not (complete and proved and room and blocks):
             self.given_up += len(blocks)
+            self.lost += len(blocks) if proved and tokens not in known.missed else 0
+            known.missed.add(tokens)
             return False
         self._pool.hold(block for block in blocks if block not in tail)
         self.count += len(blocks) - len(tail)

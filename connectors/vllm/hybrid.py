@@ -226,8 +226,9 @@ class HybridHalf(SchedulerHalf):
         for boundary in held.ready:
             if not held.running(boundary):
                 held.watch(boundary)
-        self.counters["spill_lost"] += held.given_up
-        held.given_up = 0
+        self.counters["spill_lost"] += held.lost
+        self.counters["boundary_blocks_given_up"] += held.given_up
+        held.given_up = held.lost = 0
         self._boundaries.abort_overdue(held, self._clock.monotonic())
 
     def _answer(self, job: int, ranks: int, failed: set[int]) -> None:

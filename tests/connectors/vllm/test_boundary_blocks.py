@@ -213,6 +213,21 @@ def test_what_was_not_trusted_is_given_up() -> None:
     machine.finish("r", 50)
     machine.held.complete(machine.step)
     assert not machine.held.ready and track.trusted == 0
+    assert machine.held.lost == 0, "nothing that could have been stored"
+    machine.idle()
+
+
+def test_a_boundary_of_an_earlier_life_is_given_up() -> None:
+    """The engine took the blocks while their step was under way, and the request came as far by others: by a load."""
+    machine = Machine()
+    track = machine.begin("r", list(range(50)))
+    machine.compute("r", 0, 50)
+    assert machine.held
+    track.life += 1
+    machine.held.drop("r")
+    machine.completed("r", 50)
+    assert not machine.held and machine.held.count == 0 < machine.held.given_up
+    machine.finish("r", 50)
     machine.idle()
 
 
@@ -329,6 +344,8 @@ def test_no_more_than_a_part_of_the_pool_is_held() -> None:
         machine.finish(f"r{number}", 21)
         assert machine.held.count <= 16
     assert machine.held.given_up > 0
+    refused = 12 - len(machine.held.ready)
+    assert machine.held.lost == refused * sum(machine.groups.counts(20)), "of each that is not held, once"
     machine.idle()
 
 
