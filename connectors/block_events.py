@@ -116,17 +116,20 @@ class BlockEvents(ABC):
         """Remember what the blocks of a request's chain hold, from `start` on: `passage_of` those from some depth on.
         Only its `lasting` first may lie on a disk."""
         keys = list(chain[start:])
-        known = len(list(takewhile(self._recent.numbers.__contains__, keys)))
+        known, passage = len(list(takewhile(self._recent.numbers.__contains__, keys))), None
         if known < len(keys):
             new = keys[known:]
+            passage = passage_of(new, start + known)
             if 2 * (self._recent.blocks + len(new)) > self._known_max and self._recent.runs:
                 longest = 2 * self._recent.blocks > self._known_max
                 self._recent, self._older = _Known(), _Known() if longest else self._recent
-            self._recent.add(KnownRun(self._count, passage_of(new, start + known), session))
+            self._recent.add(KnownRun(self._count, passage, session))
             self._count += len(new)
         announcer, stop = self._announcer, min(lasting, len(chain))
         if announcer is not None and (first := announcer.described(chain, start, stop)) < stop:
-            announcer.note(passage_of(keys[first - start : stop - start], first))
+            if passage is None or (first, stop) != (start + known, len(chain)):  # mostly it is the one that is known
+                passage = passage_of(keys[first - start : stop - start], first)
+            announcer.note(passage)
 
     def clear(self) -> None:
         """The engine has new weights: no block reported until now can be found any more."""
@@ -142,6 +145,7 @@ class BlockEvents(ABC):
             self._cleared = False
             yield self._all_cleared()
         self._learn()
+        yield from self._take_own()
         for change in self.events.take():
             if change.tier not in self._tiers:
                 continue
@@ -152,7 +156,7 @@ class BlockEvents(ABC):
             if change.stored:
                 yield from self._stored(keys, change.tier)
             elif keys:
-                yield self._removed(self._names(keys), change.tier)
+                yield self._removed(keys, change.tier)
 
     def _learn(self) -> None:
         """Know what was told of. Each passage's blocks are reported before the next one is told of: so they are taken
@@ -162,6 +166,7 @@ class BlockEvents(ABC):
         self._kept, self._kept_before = _Known(), self._kept
         while self._told:
             passage = self._told.popleft()
+            self._hear(passage)
             self._kept.add(KnownRun(self._count, passage))
             self._count += len(passage.keys)
 
@@ -177,13 +182,25 @@ class BlockEvents(ABC):
             run, first = found
             count = _equal(keys, begin, run.passage.keys, first)
             begin, stop = begin + count, first + count
-            if not run.names:  # each tier has an event of its own for them
-                run.names.extend(self._names(run.passage.keys))
-            yield self._made_of(run, first, stop, tier)
+            if (made := self._made_of(run, first, stop, tier)) is not None:
+                yield made
+
+    def _names_of(self, run: KnownRun, first: int, stop: int) -> list[Any]:
+        """Names of these blocks of a run: each tier has an event of its own for them."""
+        if not run.names:
+            run.names.extend(self._names(run.passage.keys))
+        return run.names[first:stop]
+
+    def _take_own(self) -> Iterable[Any]:
+        """Events that come of no tier's change."""
+        return ()
+
+    def _hear(self, passage: Passage) -> None:  # noqa: B027  # most need nothing
+        """Blocks of this passage may be announced next, though no request had it."""
 
     @abstractmethod
     def _names(self, keys: Sequence[BlockKey]) -> list[Any]:
-        """Of blocks, as events have them."""
+        """Of blocks that are `_announced`, as events have them."""
 
     @abstractmethod
     def _announced(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
@@ -191,10 +208,11 @@ class BlockEvents(ABC):
 
     @abstractmethod
     def _made_of(self, run: KnownRun, first: int, stop: int, tier: str) -> Any:
-        """The event that these blocks of a run, whose names are known, were stored."""
+        """The event that these blocks of a run, which are `_announced`, were stored. None: no router could place
+        them."""
 
     @abstractmethod
-    def _removed(self, names: list[Any], tier: str) -> Any:
+    def _removed(self, keys: Sequence[BlockKey], tier: str) -> Any:
         """The event that blocks have left a tier."""
 
     @abstractmethod

@@ -370,7 +370,7 @@ def _seal_content_page(raw: bytes) -> bytes:
 def _passages() -> list[bytes]:
     page, keys, tokens = ContentPage(), make_keys(SHARED, [bytes([n]) * 32 for n in range(3)]), list(range(12))
     page.add(Passage(keys, None, tokens, [None] * 3))
-    page.add(Passage(keys, bytes(32), tokens, [("image", 3), None, ("a",)], "salt", (7, "a")))
+    page.add(Passage(keys, bytes(32), tokens, [("image", 3), None, ("a",)], "salt", (7, "a"), "key"))
     return page.parts
 
 
@@ -524,6 +524,7 @@ ELSEWHERE = {
     "connectors.sglang.events": "keys of its own",
     "connectors.sglang.hicache": "hashes that SGLang hands over in its process",
     "connectors.sglang.linker": "hashes that SGLang hands over in its process",
+    "connectors.sglang.page_names": "hashes of its own",
     "connectors.sglang.requests": "hashes that SGLang hands over in its process",
     "connectors.transformers.chains": "memory of its own",
     "connectors.transformers.model": "a seed of its own",
