@@ -43,7 +43,7 @@ from kvtier.tiers.disk.records import (
 
 UNFILLED_KEY, DRAINING_KEY = META + b"unfilled", META + b"draining"
 FREE_ROWS_PER_TXN = 256
-"""Rows of an emptied segment's free slots that one transaction deletes."""
+"""Rows of emptied segments' free slots that one transaction deletes."""
 
 _GEOMETRY = struct.Struct("<QQI")
 _PROMISE = struct.Struct("<IB")
@@ -125,6 +125,7 @@ class Segments:
         self._without_free: set[int] = set()  # classes without a free slot
         self._fill: dict[int, int | None] = {}  # the segment that a class takes never-used slots from
         self._exhausted = False  # no segment is left to be given to a class
+        self._rows_left = FREE_ROWS_PER_TXN
 
     def save(self) -> None:
         """Write the changed segments; `count` is the caller's to write. Hands over drained ones, in slices."""
@@ -273,13 +274,14 @@ class Segments:
     def _delete_free(self, segment: int, *, whole: bool = True) -> bool:
         """Delete the rows of a segment's free slots: all or, where they are too many, none if `whole`, else some.
         Whether none is left."""
-        found = rows(self._txn, free_prefix(self._record(segment).slot_class, segment))
-        keys = [key for key, _ in islice(found, FREE_ROWS_PER_TXN + 1)]
-        if whole and len(keys) > FREE_ROWS_PER_TXN:
+        found, most = rows(self._txn, free_prefix(self._record(segment).slot_class, segment)), self._rows_left
+        keys = [key for key, _ in islice(found, most + 1)]
+        if whole and len(keys) > most:
             return False
-        for key in keys[:FREE_ROWS_PER_TXN]:
+        for key in keys[:most]:
             self._txn.delete(key)
-        return len(keys) <= FREE_ROWS_PER_TXN
+        self._rows_left -= len(keys[:most])
+        return len(keys) <= most
 
     def _forget_fresh(self, slot_cls: int, segment: int) -> None:
         """The class takes no never-used slot from the segment any more."""

@@ -9,6 +9,8 @@ from dataclasses import replace
 
 from kvtier.tiers.disk.records import SlotReservation
 
+RETURNED_PER_COMMIT_MAX = 128
+
 
 class ReservedSlots:
     """For the next write, or to be freed. Thread-safe."""
@@ -96,7 +98,11 @@ class ReservedSlots:
         return bool(self._returned or self._unused)
 
     def take_returned(self) -> tuple[list[SlotReservation], list[SlotReservation]]:
-        """Those to free now, and the unused ones among them apart; the caller gives them back if it fails."""
+        """Those to free by the next transaction, and the unused ones among them apart; the caller gives them back if it
+        fails."""
+        most = RETURNED_PER_COMMIT_MAX
         with self._lock:
-            returned, unused, self._returned, self._unused = self._returned, self._unused, [], []
+            returned, self._returned = self._returned[:most], self._returned[most:]
+            most -= len(returned)
+            unused, self._unused = self._unused[:most], self._unused[most:]
         return returned, unused

@@ -305,12 +305,12 @@ class Store:
     # On the writer thread.
 
     def _work(self, jobs: Sequence[CommitJob[Any]]) -> bool:
-        """Commit jobs. Whether `_rest` has something to do, soon."""
+        """Commit jobs. Whether that left something to `_rest`."""
         index = self._state.index
         more = self.room.due_jobs(index)
         if self._maintained and index is not None:
             more += self._dead_owners.due_jobs(index)
-        return self._commit([*jobs, *more]) and (self.room.busy or self.touches.overdue)
+        return self._commit([*jobs, *more]) and (self.room.busy or self.touches.overdue or self.reserved.has_returned)
 
     def _commit(self, jobs: Sequence[CommitJob[Any]]) -> bool:
         """Commit the jobs with what else is due, or fail them. Whether a transaction was committed."""
@@ -395,8 +395,8 @@ class Store:
         return TierError("g3", "commit", detail)
 
     def _rest(self) -> bool:
-        """When no job came for a while: write touches, free unused and dead owners' slots, or probe. Whether more
-        touches wait."""
+        """When no job came for a while: write touches, free unused and dead owners' slots, or probe. Whether it
+        left something."""
         self._heed_mark()
         if not self._maintained:
             return False
@@ -413,7 +413,7 @@ class Store:
         wanted = jobs or touches or self.reserved.has_returned
         if wanted and not self._commit(jobs or [CommitJob(lambda txn: None)]):
             return False
-        return self.room.busy or bool(touches and self.touches)
+        return self.room.busy or self.reserved.has_returned or bool(touches and self.touches)
 
     def _probe(self) -> None:
         """Try to open the store again, at growing intervals, once no thread of this process moves blocks."""

@@ -91,9 +91,9 @@ class WriteTxn:
         self.segments = Segments(txn, self.geometry, counters.segments, memory.demand, may_grow=may_grow)
         self.worths = ClassWorths(txn, self.geometry, memory.ghosts, begin=memory.demand.waits)
         order = (memory.floors, self.worths, self.segments.draining, self._retained.until)
-        self._order = EvictionOrder(txn, layout, *order)
+        self.order = EvictionOrder(txn, layout, *order)
         shares = self._shares = Shares(txn)
-        self._entries = Entries(txn, layout, counters, self._order, self.segments, shares, self._retained, self.purged)
+        self._entries = Entries(txn, layout, counters, self.order, self.segments, shares, self._retained, self.purged)
         self.removed = self._entries.removed  # those that were evicted among them
         self._wall_s = Wall(0)  # of the last verb that was given it
         self._since = self.tick  # when what is done now began
@@ -397,7 +397,7 @@ class WriteTxn:
         """The slot of the class's coldest block, which is evicted, and so are a few guests that are colder."""
         place = None
         for _ in range(GUESTS_MAX):
-            victim = self._evict(lambda: self._order.victim(slot_cls, self._wall_s), priority)
+            victim = self._evict(lambda: self.order.victim(slot_cls, self._wall_s), priority)
             if victim is None or (place := self.segments.take_from(victim)) is not None:
                 break
         self._want(slot_cls, priority, must=place is None)
@@ -405,7 +405,7 @@ class WriteTxn:
 
     def _want(self, slot_cls: int, priority: int, *, must: bool) -> None:
         """The class could use a segment of another, if there is one."""
-        if self._order.has_other(slot_cls):
+        if self.order.has_other(slot_cls):
             self._memory.demand.want(slot_cls, priority, self.tick, must=must)
 
     def _make_room(self, block: NewBlock, share_bytes: int, priority: int, spared: bytes | None = None) -> bool:
@@ -415,7 +415,7 @@ class WriteTxn:
         for _ in range(SCOPE_EVICTIONS_MAX):
             if self._shares.of(scope) + size <= share_bytes:
                 return True
-            victim = self._evict(lambda: self._order.victim_in_scope(scope, self._wall_s), priority, spared)
+            victim = self._evict(lambda: self.order.victim_in_scope(scope, self._wall_s), priority, spared)
             if victim is None:
                 return False
             self.segments.give(victim)
@@ -446,5 +446,5 @@ class WriteTxn:
                 self._entries.remove(name, entry)
                 self.left(name, entry)
                 return entry
-            self._order.remove(key)  # a row without a block behind it
+            self.order.remove(key)  # a row without a block behind it
         return None
