@@ -5,11 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 from kvtier.tiers.disk.records import SlotReservation
 
-RETURNED_PER_COMMIT_MAX = 128
+RETURNED_PER_COMMIT_MAX = 32
 
 
 class ReservedSlots:
@@ -72,7 +71,7 @@ class ReservedSlots:
             taken = fit[:count] if len(fit) >= count else []
             serials = {one.serial for one in taken}
             self._held = [one for one in self._held if one.serial not in serials]
-        return [replace(one, tick=tick) for one in taken]
+        return [one._replace(tick=tick) for one in taken]
 
     def give_back(self, reservations: Sequence[SlotReservation], *, unused: bool = False) -> None:
         """Have these freed by the next transaction. `unused`: nothing was written to them."""

@@ -92,6 +92,7 @@ class SystemCalls:
 class _File:
     fd: int
     direct: bool
+    path: str
     place: tuple[int, int] = (0, 0)  # (device, inode)
     users: int = 0
 
@@ -182,7 +183,7 @@ class Slab:
     def _open(self, segment: int) -> Iterator[_File]:
         with self._lock:
             file = self._files.get(segment)
-            if file is not None and not self._in_place(segment, file):
+            if file is not None and not _in_place(file):
                 log.warning("g3: %s was removed or replaced; its blocks are lost", self.path_of(segment))
                 del self._files[segment]
                 self._close_unused(segment, file)
@@ -201,14 +202,6 @@ class Slab:
             with self._lock:
                 file.users -= 1
                 self._close_unused(segment, file)
-
-    def _in_place(self, segment: int, file: _File) -> bool:
-        """Whether the segment's name still leads to the open file."""
-        try:
-            status = os.lstat(self.path_of(segment))
-        except FileNotFoundError:
-            return False
-        return (status.st_dev, status.st_ino) == file.place
 
     def _close(self, fd: int) -> None:
         """The descriptor is gone whatever the kernel answers, and `sync` has told of bytes that were not written."""
@@ -230,7 +223,7 @@ class Slab:
     def _attach(self, segment: int) -> _File:
         path = self.path_of(segment)
         _set_aside(path)
-        file = _File(*open_direct(self._calls, path))
+        file = _File(*open_direct(self._calls, path), str(path))
         try:
             status = os.fstat(file.fd)
             if not stat.S_ISREG(status.st_mode):
@@ -253,6 +246,15 @@ class Slab:
             self._close(file.fd)
             raise
         return file
+
+
+def _in_place(file: _File) -> bool:
+    """Whether the segment's name still leads to the open file."""
+    try:
+        status = os.lstat(file.path)
+    except FileNotFoundError:
+        return False
+    return (status.st_dev, status.st_ino) == file.place
 
 
 def _set_aside(path: Path) -> None:

@@ -106,8 +106,8 @@ class Store:
         self._removals = Removals(self.touches, wall, lambda: maintained and self.may_write(COMMIT_BYTES))
         self.room = RoomMaker(self.reserved, wall, lambda: maintained and self.may_write(COMMIT_BYTES))
         self._hold_until = 0.0
-        failed, expected = self._writer_failed, lambda: 3 * self.reserved.writes // 4
-        self._writer = GroupCommit(self._work, self._rest, IDLE_S, "kvtier-g3-writer", failed, expected)
+        hooks = self._writer_failed, lambda: 3 * self.reserved.writes // 4, self.room.evictions
+        self._writer = GroupCommit(self._work, self._rest, IDLE_S, "kvtier-g3-writer", *hooks)
 
     # Life.
 

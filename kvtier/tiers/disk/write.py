@@ -12,7 +12,6 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -44,7 +43,7 @@ SLOTS_PER_BLOCK_MAX = 3  # that a block is written to, one after another, while 
 STREAM_BYTES_MIN = 8 << 20  # a write of this size is one of a stream, and reserves for the next one, too,
 STREAM_SHARE = 32  # unless it is more than this part of the capacity;
 SMALL_SHARE = 1024  # so does a smaller one, unless it is more than this part,
-AHEAD_BLOCKS = 128  # and for so many blocks, of as many bytes at most
+AHEAD_BLOCKS = 64  # and for so many blocks, of as many bytes at most
 
 
 class WriteBatch:
@@ -133,7 +132,7 @@ class WriteBatch:
         """Slots that came in several transactions get one tick, since a head must not be colder than its tail."""
         for place, slot in zip(places, slots, strict=True):
             if isinstance(slot, SlotReservation):
-                self._reserved[place] = replace(slot, tick=min(self._began, slot.tick))
+                self._reserved[place] = slot if slot.tick <= self._began else slot._replace(tick=self._began)
             else:
                 self._results[place] = slot
 

@@ -106,9 +106,8 @@ class WriteTxn:
         self.worths.save()
         self._shares.save()
         self.budget.save()
-        entries, segments = self._entries, self.segments
-        counters = Counters(self._serial, self.tick, entries.blocks, entries.slot_bytes, segments.count)
-        self._txn.put(self._layout.counters_key, counters.encode())
+        counts = self._entries.blocks, self._entries.slot_bytes, self.segments.count
+        self._txn.put(self._layout.counters_key, Counters(self._serial, self.tick, *counts).encode())
 
     def find(self, name: bytes) -> Entry | None:
         """The entry of `name`; one that fails its check is removed, as if it had never been."""
@@ -139,10 +138,8 @@ class WriteTxn:
         above = None if block.parent is None else self._entries.rank_of(block.parent)
         if block.parent is not None and above is None and block.parent not in self._reserved:
             return Stored.REFUSED
-        if not self._gives_way(block):
-            return Stored.REFUSED
-        if self._join(block):
-            return Stored.PRESENT
+        if (met := self._meet(block, self.find(block.name))) is not None:
+            return met
         if not self.budget.allows(slot_class(block.length) * SLOT_ALIGN):
             return Stored.BUDGET
         if block.parent is not None:
@@ -180,26 +177,21 @@ class WriteTxn:
         return outcome
 
     def _publish(self, reservation: SlotReservation, block: NewBlock, share_bytes: int) -> Stored:
-        above: int | None
-        if block.parent is not None:
-            above = self._entries.rank_of(block.parent)
-        else:  # below the top the parent is unknown; if it was used since the reservation, it must stay warmer
-            above = rank_of(block.priority, reservation.tick if block.depth else self.tick)
+        # Below the top the parent may be unknown; if it was used since the reservation, it must stay warmer.
+        oldest = rank_of(block.priority, reservation.tick if block.depth else self.tick)
+        above = oldest if block.parent is None else self._entries.rank_of(block.parent)
         if above is None or self.purged.covers(block.name, block.mark) or not self._entries.admit(block.name):
             return Stored.REFUSED
         old, kept = self.find(block.name), self._retained.until(block.name)
-        if not self._gives_way(block):
-            return Stored.REFUSED
-        if self._join(block):  # another process stored it meanwhile
-            return Stored.PRESENT
+        if (met := self._meet(block, old)) is not None:  # another process stored it meanwhile
+            return met
         rank = min(rank_of(block.priority, self.tick), above)
         if share_bytes and not self._make_room(block, share_bytes, priority_in(rank), spared=block.parent):
             return Stored.FULL
         if old is not None and kept > self._wall_s:
             block = block._replace(life=old.life.join(block.life, self._wall_s))
             self._retained.set(block.name, kept)
-        entry = block.entry(reservation, rank)
-        self._entries.add(block.name, entry)
+        self._entries.add(block.name, block.entry(reservation, rank))
         self._sheltered.add(block.name)  # its rank may be as old as its parent's
         self.worths.stored(block.name, reservation.slot_class)
         self.budget.stored(block.length)
@@ -365,6 +357,14 @@ class WriteTxn:
             self._txn.delete(reservation.key)
             self.segments.offer_number(reservation)
         return ours
+
+    def _meet(self, block: NewBlock, old: Entry | None) -> Stored | None:
+        """Why a block is not stored whose name `old` has; None where that is nothing, or is removed."""
+        if old is None:
+            return None
+        if not self._gives_way(block):
+            return Stored.REFUSED
+        return Stored.PRESENT if self._join(block) else None
 
     def _gives_way(self, block: NewBlock) -> bool:
         """Whether the block of this name, if there is one, is encrypted as `block` is; one that is not, and that this

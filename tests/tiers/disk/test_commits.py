@@ -24,8 +24,8 @@ from kvtier.times import Wall
 from tests.tiers.disk.support.store import BLOCK, FAR_S, get, opened, put
 
 NAMESPACE = sample_namespace(BLOCK)
-WORK_MAX = 300
-"""Blocks per transaction. One costs at most 70 µs here, so that is 20 ms."""
+WORK_MAX = 200
+"""Blocks per transaction. One costs at most 100 µs here, so that is 20 ms."""
 
 
 @pytest.fixture
