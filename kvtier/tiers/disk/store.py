@@ -52,7 +52,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 THREADS = 8
-WRITERS_MAX = 3  # of them at once; see WRITE_BYTES_MAX
+WRITERS_MAX = 2  # of them at once; see WRITE_BYTES
 CLOSE_TIMEOUT_S = 5.0
 IDLE_S = 0.5
 HOLD_S = 10.0  # slots are held for writes that may follow
@@ -81,7 +81,7 @@ class Store:
         self.failures = Failures(SystemClock())
         self.services: list[Service] = []  # out while a thread keeps failing; called on that thread
         self.io = IOScheduler(THREADS, WRITERS_MAX, "kvtier-g3-io", partial(self._failed, "g3 io"))
-        self.slab = Slab(self.parts, lambda segment: self.geometry.size_of(segment), calls)
+        self.slab = Slab(self.parts, lambda segment: self.geometry.size_of(segment), calls, self.io.write_bytes)
         self.syncs = SharedSyncs(self)
         self.users, self.closing = 0, False
         self.evictions = 0  # blocks that this process's writes pushed out
@@ -430,7 +430,6 @@ class Store:
             self._state.probe_failed(error)
         else:
             self.owner, self.geometry, index.on_damage = index.owner, index.geometry(), self._reader_failed
-            self.slab = Slab(self.parts, lambda segment: self.geometry.size_of(segment), self._calls)
             self.reserved.forget()  # the new owner took them back; nothing moves, so no write adds to them
             self._idle.forget()
             self._state.end(index)
