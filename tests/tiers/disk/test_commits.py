@@ -15,6 +15,7 @@ from kvtier.bench.tiers.class_store import ClassStore, name_of
 from kvtier.identity.keys import SHARED
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tiers.disk import allocator, eviction
+from kvtier.tiers.disk.group_commit import GroupCommit
 from kvtier.tiers.disk.records import FREE, SLOT_ALIGN
 from kvtier.tiers.disk.retained import Retained
 from kvtier.tiers.disk.slab import SystemCalls
@@ -84,6 +85,14 @@ async def test_no_transaction_works_on_many_blocks(tmp_path: Path, work: Counter
         left = tier.usage().blocks
         assert await tier.purge(SHARED, clock.wall()) == left
         await tell("purged", left)
+
+
+def test_fewer_jobs_are_taken_beside_other_work() -> None:
+    """But one in any case."""
+    commits = GroupCommit(lambda jobs: False, lambda: False, 1.0, "test", lambda error: 0.0, lambda: 0, lambda: 64)
+    for blocks in (100, 32, 32, 32):
+        commits.submit(lambda txn: None, blocks=blocks)
+    assert [[job.blocks for job in commits._take()] for _ in range(3)] == [[100], [32, 32], [32]]
 
 
 async def test_a_search_for_a_victim_goes_on_in_the_next_transaction(
