@@ -1,16 +1,19 @@
 """Two block sizes in one G3 store while the demand swings between them, against the best static split in hindsight;
 writes benchmarks/results/g3_swings.json.
 
-python benchmarks/g3_swings.py [--quick]
+python benchmarks/g3_swings.py [--quick] [--processes N]
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lmdb
 
@@ -22,30 +25,54 @@ SWINGS = 6
 TARGET = 0.95
 
 
+class Case(NamedTuple):
+    """The arguments of `swing`."""
+
+    demand: tuple[str, str]
+    large: int
+    minor: float
+    swings: int
+    in_the_way: bool
+
+
+def measured(case: Case) -> tuple[str, dict[str, Any]]:
+    """A row of the table. In a process of its own: no machine stops there, so a commit need not wait for the device."""
+    environment = lmdb.open
+    lmdb.open = lambda *args, **kwargs: environment(*args, **kwargs | {"sync": False})
+    try:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+            found = swing(
+                Path(folder) / "index", case.demand, large=case.large, minor=case.minor, swings=case.swings,
+                in_the_way=case.in_the_way,
+            )  # fmt: skip
+    finally:
+        lmdb.open = environment
+    label = f"{' / '.join(case.demand)}, {case.minor:.0%} beside{', obstacles' if case.in_the_way else ''}"
+    return label, {
+        "of_best_split": round(found.ratio, 4),
+        "refused": sorted(outcome for outcome in found.outcomes if not outcome.durable),
+        "blocks_evicted_by_one_transaction": found.evictions_max,
+        "cpu_ms_of_longest_transaction": round(found.cpu_ms_max, 2),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="sizes of 8 : 1 and four swings; nothing is saved")
-    quick = parser.parse_args().quick
-    large, swings = (8, 4) if quick else (LARGE, SWINGS)
-    environment = lmdb.open  # no machine stops here: a commit need not wait for the device
-    lmdb.open = lambda *args, **kwargs: environment(*args, **kwargs | {"sync": False})
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="rows that are measured at once")
+    arguments = parser.parse_args()
+    large, swings = (8, 4) if arguments.quick else (LARGE, SWINGS)
+    cases = [
+        Case(demand, large, minor, swings, in_the_way)
+        for demand in itertools.product(DEMANDS, repeat=2)
+        for minor, in_the_way in ((0.0, False), (0.1, False), (0.3, False), (0.1, True))
+        if demand != ("once", "once")
+    ]
     rows: dict[str, Any] = {}
-    for demand in itertools.product(DEMANDS, repeat=2):
-        for minor, in_the_way in ((0.0, False), (0.1, False), (0.3, False), (0.1, True)):
-            if demand == ("once", "once"):
-                continue
-            with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-                found = swing(
-                    Path(folder) / "index", demand, large=large, minor=minor, swings=swings, in_the_way=in_the_way
-                )
-            label = f"{demand[0]} / {demand[1]}, {minor:.0%} beside{', obstacles' if in_the_way else ''}"
-            rows[label] = {
-                "of_best_split": round(found.ratio, 4),
-                "refused": sorted(outcome for outcome in found.outcomes if not outcome.durable),
-                "blocks_evicted_by_one_transaction": found.evictions_max,
-                "cpu_ms_of_longest_transaction": round(found.cpu_ms_max, 2),
-            }
-            print(label, rows[label], flush=True)
+    with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
+        for label, row in pool.map(measured, cases):
+            rows[label] = row
+            print(label, row, flush=True)
     ratios = {label: row["of_best_split"] for label, row in rows.items()}
     results = {
         "sizes": f"{large} : 1", "swings": swings, "target": TARGET, "rows": rows,
@@ -54,7 +81,7 @@ def main() -> None:
         "cpu_ms_of_longest_transaction": max(row["cpu_ms_of_longest_transaction"] for row in rows.values()),
     }  # fmt: skip
     print({name: value for name, value in results.items() if name != "rows"})
-    if not quick:
+    if not arguments.quick:
         save(record("g3_swings", ["python", "benchmarks/g3_swings.py"], results), Path(__file__).parent / "results")
 
 

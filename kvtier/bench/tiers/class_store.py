@@ -150,7 +150,7 @@ class ClassStore:
         """Store one block; None if room for it may come."""
         block = new_block(access, priority)
         slot = txn.reserve(block, NOW)
-        if slot is Stored.FULL and self.drain.serves(self.index, access[0]):
+        if slot is Stored.FULL and (txn.order.cut_short or self.drain.serves(self.index, access[0])):
             return None
         return txn.publish(slot, block, NOW) if isinstance(slot, SlotReservation) else slot
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ from kvtier.tiers.disk.records import (
 
 UNFILLED_KEY, DRAINING_KEY = META + b"unfilled", META + b"draining"
 FREE_ROWS_PER_TXN = 256
-"""Rows of an emptied segment's free slots that one transaction deletes."""
+"""Rows of emptied segments' free slots that one transaction deletes."""
 
 _GEOMETRY = struct.Struct("<QQI")
 _PROMISE = struct.Struct("<IB")
@@ -125,6 +125,7 @@ class Segments:
         self._without_free: set[int] = set()  # classes without a free slot
         self._fill: dict[int, int | None] = {}  # the segment that a class takes never-used slots from
         self._exhausted = False  # no segment is left to be given to a class
+        self._rows_left = FREE_ROWS_PER_TXN
 
     def save(self) -> None:
         """Write the changed segments; `count` is the caller's to write. Hands over drained ones, in slices."""
@@ -143,7 +144,7 @@ class Segments:
         self._demand.retry()
         self.guests.remove(held)
         record = self._record(held.segment)
-        self._set(held.segment, replace(record, used=record.used - 1))
+        self._set(held.segment, record._replace(used=record.used - 1))
         for slot in extent_of(held).slots(record.slot_class):
             self._offer(held.segment, slot)
         if record.used == 1 and held.segment not in self.draining:
@@ -183,7 +184,7 @@ class Segments:
             return []
         if self.guests.overlap(place.segment, Extent(slots.start * record.slot_class, len(slots) * record.slot_class)):
             return []
-        self._set(place.segment, replace(record, used=record.used + len(slots)))
+        self._set(place.segment, record._replace(used=record.used + len(slots)))
         return [FreeSlot(record.slot_class, place.segment, slot) for slot in slots]
 
     def drain(self, segment: int, slot_cls: int, promise: Promise) -> bool:
@@ -218,7 +219,7 @@ class Segments:
             record = self._record(number)
             slots = geometry.slots_of(number, record.slot_class) if record.slot_class else 0
             if slots != record.slots:
-                self._set(number, replace(record, slots=slots, fresh=min(record.fresh, slots)))
+                self._set(number, record._replace(slots=slots, fresh=min(record.fresh, slots)))
                 self._remember_fresh(number)
         for number in range(geometry.segments, self.count):
             self._forget_fresh(self._record(number).slot_class, number)
@@ -273,13 +274,14 @@ class Segments:
     def _delete_free(self, segment: int, *, whole: bool = True) -> bool:
         """Delete the rows of a segment's free slots: all or, where they are too many, none if `whole`, else some.
         Whether none is left."""
-        found = rows(self._txn, free_prefix(self._record(segment).slot_class, segment))
-        keys = [key for key, _ in islice(found, FREE_ROWS_PER_TXN + 1)]
-        if whole and len(keys) > FREE_ROWS_PER_TXN:
+        found, most = rows(self._txn, free_prefix(self._record(segment).slot_class, segment)), self._rows_left
+        keys = [key for key, _ in islice(found, most + 1)]
+        if whole and len(keys) > most:
             return False
-        for key in keys[:FREE_ROWS_PER_TXN]:
+        for key in keys[:most]:
             self._txn.delete(key)
-        return len(keys) <= FREE_ROWS_PER_TXN
+        self._rows_left -= len(keys[:most])
+        return len(keys) <= most
 
     def _forget_fresh(self, slot_cls: int, segment: int) -> None:
         """The class takes no never-used slot from the segment any more."""
@@ -308,7 +310,7 @@ class Segments:
         self._txn.delete(key)
         free = free_slot(key)
         record = self._record(free.segment)
-        self._set(free.segment, replace(record, used=record.used + 1))
+        self._set(free.segment, record._replace(used=record.used + 1))
         return free.segment, free.slot
 
     def _take_fresh(self, slot_cls: int) -> tuple[int, int] | None:
@@ -323,10 +325,10 @@ class Segments:
                 self._txn.put(number_key(FILL, slot_cls), number_key(SEGMENTS, number))
                 self._fill[slot_cls] = number
             record = self._record(number)
-            self._set(number, replace(record, fresh=record.fresh + 1))  # from now on a bad one is set aside
+            self._set(number, record._replace(fresh=record.fresh + 1))  # from now on a bad one is set aside
             if not self._is_set_aside(number, record.fresh):
                 break
-        self._set(number, replace(record, fresh=record.fresh + 1, used=record.used + 1))
+        self._set(number, record._replace(fresh=record.fresh + 1, used=record.used + 1))
         if 2 * record.fresh >= record.slots:
             if self.count < self._geometry.segments:
                 self.next = self.count

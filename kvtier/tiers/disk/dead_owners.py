@@ -11,7 +11,7 @@ from kvtier.tiers.disk.index import Index, Use
 from kvtier.tiers.disk.write_txn import WriteTxn
 
 RECLAIM_EVERY_S = 5.0
-SLOTS_PER_COMMIT_MAX = 64
+SLOTS_PER_COMMIT_MAX = 32
 
 
 class DeadOwners:

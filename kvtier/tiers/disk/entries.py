@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from kvtier.errors import CorruptError
@@ -99,7 +98,7 @@ class Entries:
     def update(self, name: bytes, entry: Entry, life: Lifetime, rank: int) -> None:
         """A new life, and `rank` if that is higher."""
         self._order.use(entry.order_key())
-        self._put(name, replace(entry, rank=max(entry.rank, rank), life=life))
+        self._put(name, entry._replace(rank=max(entry.rank, rank), life=life))
 
     def remove(self, name: bytes, entry: Entry) -> None:
         """Delete the records of a block; the slot is the caller's."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from itertools import islice
 from typing import Any
 
 from kvtier.tiers.disk.allocator import UNFILLED_KEY
@@ -13,8 +12,8 @@ from kvtier.tiers.disk.quota import scope_in
 from kvtier.tiers.disk.records import FILL, FREE, ORDER, Entry, order_parts, segment_in, tick_in
 from kvtier.times import Wall
 
-SCAN_ROWS_MAX = 8192
-"""Rows that one search reads: milliseconds below the write lock."""
+SCAN_ROWS_MAX = 2048
+"""Rows of blocks that may not leave which the searches of one transaction pass: milliseconds below the write lock."""
 
 FORGET_S = 600.0
 FLOORS_MAX = 4096
@@ -48,11 +47,11 @@ class SearchFloors:
             self.clear()
         return self._keys.get((slot_cls, scope), b"")
 
-    def raise_to(self, key: bytes, scope: bytes, until: Wall) -> None:
-        """No block before this key may leave, before the time `until`."""
+    def raise_to(self, slot_cls: int, scope: bytes, key: bytes, until: Wall) -> None:
+        """No block of them before this key may leave, before the time `until`."""
         if len(self._keys) >= FLOORS_MAX:
             self.clear()
-        self._keys[order_parts(key)[0], scope] = key
+        self._keys[slot_cls, scope] = key
         self._until = min(self._until, until)
 
     def lower_to(self, key: bytes, scope: bytes) -> None:
@@ -91,6 +90,9 @@ class EvictionOrder:
         self._retained_until = retained_until
         self._cursor = txn.cursor()
         self._only: int | None = None  # the class of all segments, where there is but one and that is known
+        self._rows_left = SCAN_ROWS_MAX
+        self.cut_short = False
+        """Whether a search of a whole class ended for want of rows: the next transaction's may find a victim."""
 
     def add(self, name: bytes, entry: Entry) -> None:
         """The block's row, by its rank and depth."""
@@ -116,23 +118,26 @@ class EvictionOrder:
     def victim(self, slot_cls: int, wall_s: Wall, scope: bytes = ANY) -> tuple[bytes, bytes] | None:
         """The first row of a class, and of a scope if one is given, whose block is not retained, as (key, name).
 
-        None if there is none, or none among the next SCAN_ROWS_MAX: the next search goes on behind them.
+        None if there is none, or none that this transaction may look for: the next one goes on behind.
         """
         start = self._floors.at(slot_cls, scope, wall_s)
-        passed, until = b"", wall_s + FORGET_S
-        for key, name in islice(self._layout.ordered(self._txn, slot_cls, start), SCAN_ROWS_MAX):
+        floor, until, found = b"", wall_s + FORGET_S, None
+        for key, name in self._layout.ordered(self._txn, slot_cls, start):
             if scope == ANY or scope_in(name) == scope:
                 retained_until = self._retained_until(name)
                 if retained_until <= wall_s and (scope != ANY or segment_in(key) not in self._draining):
-                    if passed:
-                        self._floors.raise_to(key, scope, until)
-                    return key, name
+                    found = key, name
+                    break
                 if retained_until > wall_s:
                     until = min(until, retained_until)
-            passed = key
-        if passed:
-            self._floors.raise_to(passed, scope, until)
-        return None
+            if not self._rows_left:
+                self.cut_short |= scope == ANY
+                break
+            self._rows_left -= 1
+            floor = key + b"\0"
+        if floor:
+            self._floors.raise_to(slot_cls, scope, floor, until)
+        return found
 
     def victim_in_scope(self, scope: bytes, wall_s: Wall) -> tuple[bytes, bytes] | None:
         """The coldest such row of a scope among all classes."""

@@ -8,7 +8,7 @@ from kvtier.tiers.disk.records import SCOPED_BYTES, SPAN
 from kvtier.times import Wall
 
 ENTRIES_PER_STEP = 1024
-FOUND_PER_STEP_MAX = 128
+FOUND_PER_STEP_MAX = 64
 EXPIRED_FOR_S = 60.0  # so that a lookup soon after still finds that it expired
 
 

@@ -21,9 +21,9 @@ from kvtier.tiers.disk.write_txn import WriteTxn
 T = TypeVar("T")
 
 JOBS_PER_COMMIT_MAX = 64
-BLOCKS_PER_COMMIT_MAX = 256
-"""A block costs 20 to 50 µs below the write lock, for which other processes wait."""
-BLOCKS_PER_JOB_MAX = 128
+BLOCKS_PER_COMMIT_MAX = 128
+"""At a million blocks each costs 50 to 140 µs of CPU below the write lock, for which other processes wait."""
+BLOCKS_PER_JOB_MAX = 64
 """Into which callers cut their work."""
 GATHER_S = 0.01
 """How long a commit waits for more jobs. It writes 20 KB of the index for itself, and takes about as long."""
@@ -74,7 +74,9 @@ class GroupCommit:
     `commit(jobs)` is called on that thread; it gives every job's future its result or error. `idle()` is called there
     when no job came for `idle_s`, and at the end. Both return whether `idle` has more to do, and is called soon then.
     Where one of them raises, `failed(error)` says after how many seconds the thread goes on, and the jobs in hand fail.
-    `expected()` tells how many jobs are about to come: a commit waits up to GATHER_S for those.
+    `expected()` tells how many jobs are about to come: a commit waits up to GATHER_S for those. `beside()` tells on how
+    many blocks `commit` may work besides: the jobs come to so many fewer than BLOCKS_PER_COMMIT_MAX, but one is taken
+    in any case.
     """
 
     def __init__(
@@ -85,7 +87,9 @@ class GroupCommit:
         name: str,
         failed: Callable[[Exception], float],
         expected: Callable[[], int],
+        beside: Callable[[], int],
     ) -> None:
+        self._beside = beside
         self._commit = commit
         self._idle = idle
         self._idle_s = idle_s
@@ -133,7 +137,7 @@ class GroupCommit:
     def _take(self) -> list[CommitJob[Any]]:
         """The next jobs for one transaction. Under the lock."""
         jobs: list[CommitJob[Any]] = []
-        left = BLOCKS_PER_COMMIT_MAX
+        left = BLOCKS_PER_COMMIT_MAX - self._beside()
         while self._queue and len(jobs) < JOBS_PER_COMMIT_MAX and (self._queue[0].blocks <= left or not jobs):
             jobs.append(self._queue.popleft())
             left -= jobs[-1].blocks

@@ -1,7 +1,8 @@
 """Threads that do block I/O: reads before writes, a bounded number of each.
 
 A device finishes the requests it has before later ones, so a read waits for all writes in flight. While reads are
-active, and for NEAR_S after the last, at most one write is in flight: reads wait for that one, and writes slow down.
+active, and for NEAR_S after the last, at most one write begins at a time, and writes go in smaller pieces: reads wait
+for that one, and writes slow down. Without reads they go in larger pieces: each costs two changes of thread.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ Work = Callable[[], None]
 
 NEAR_S = 0.005
 """For so long after a read another one is expected."""
+WRITE_BYTES, WRITE_BYTES_NEAR = 2 << 20, 1 << 20
+"""Per system call: without reads, and beside them."""
 
 
 class IOBatch:
@@ -137,9 +140,15 @@ class IOScheduler:
                     return batch, batch.jobs.popleft(), is_write
         return None
 
+    def write_bytes(self) -> int:
+        """How many bytes a system call should write that begins now. From any thread, without the lock."""
+        return WRITE_BYTES_NEAR if self._near() else WRITE_BYTES
+
+    def _near(self) -> bool:
+        return self._reading > 0 or time.monotonic() < self._near_until
+
     def _writes_at_once(self) -> int:
-        near = self._reading or time.monotonic() < self._near_until
-        return 1 if near else self._writers_max
+        return 1 if self._near() else self._writers_max
 
     def _run(self) -> None:
         with self._lock:

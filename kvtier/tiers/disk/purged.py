@@ -23,7 +23,7 @@ from kvtier.tiers.disk.records import META, PURGED_KEY, SCOPED_BYTES, TIME, rows
 from kvtier.times import Wall
 
 TOMBSTONES_MAX = 1 << 15
-FOLDED_PER_COMMIT_MAX = 1024  # a transaction must not hold the lock for long
+FOLDED_PER_COMMIT_MAX = 256  # a transaction must not hold the lock for long
 COUNT_KEY = META + b"purges"
 
 

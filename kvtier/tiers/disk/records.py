@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import xxhash
@@ -175,8 +174,7 @@ class NewBlock(NamedTuple):
         )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A durable block: where its bytes are and what they must look like. An encrypted one has a header, and zeros for a
     digest, which would tell about its plain bytes.
 
@@ -248,7 +246,8 @@ class Entry:
 
     def order_key(self) -> bytes:
         """The key of its row in `order`."""
-        return _ORDER.pack(ORDER, self.slot_class, self.rank, _U32_MAX - self.depth, self.segment, self.slot)
+        place = _U32_MAX - self.depth, self.segment, self.slot
+        return _ORDER.pack(ORDER, -(-self.length // SLOT_ALIGN), self.rank, *place)
 
 
 def _end_of_life(raw: bytes) -> int:
@@ -331,8 +330,7 @@ def number_of(key: bytes) -> int:
     return number
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Use of one slab file: `slots` of one class, of which the first `fresh` were handed out at least once and
     `used` hold an entry or a reservation. `part` is the index of the path it lies in."""
 
@@ -350,8 +348,7 @@ class Segment:
         return cls(*_SEGMENT.unpack(raw))
 
 
-@dataclass(frozen=True, slots=True)
-class SlotReservation:
+class SlotReservation(NamedTuple):
     """A slot that a process is writing to. Not visible to lookups; its owner's death gives it back."""
 
     serial: int

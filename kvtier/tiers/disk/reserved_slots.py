@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 from kvtier.tiers.disk.records import SlotReservation
+
+RETURNED_PER_COMMIT_MAX = 32
 
 
 class ReservedSlots:
@@ -70,7 +71,7 @@ class ReservedSlots:
             taken = fit[:count] if len(fit) >= count else []
             serials = {one.serial for one in taken}
             self._held = [one for one in self._held if one.serial not in serials]
-        return [replace(one, tick=tick) for one in taken]
+        return [one._replace(tick=tick) for one in taken]
 
     def give_back(self, reservations: Sequence[SlotReservation], *, unused: bool = False) -> None:
         """Have these freed by the next transaction. `unused`: nothing was written to them."""
@@ -96,7 +97,11 @@ class ReservedSlots:
         return bool(self._returned or self._unused)
 
     def take_returned(self) -> tuple[list[SlotReservation], list[SlotReservation]]:
-        """Those to free now, and the unused ones among them apart; the caller gives them back if it fails."""
+        """Those to free by the next transaction, and the unused ones among them apart; the caller gives them back if it
+        fails."""
+        most = RETURNED_PER_COMMIT_MAX
         with self._lock:
-            returned, unused, self._returned, self._unused = self._returned, self._unused, [], []
+            returned, self._returned = self._returned[:most], self._returned[most:]
+            most -= len(returned)
+            unused, self._unused = self._unused[:most], self._unused[most:]
         return returned, unused

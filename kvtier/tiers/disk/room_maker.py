@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.tiers.disk.drain import Drain
+from kvtier.tiers.disk.drain import EVICTIONS_PER_TXN, Drain
 from kvtier.tiers.disk.group_commit import CommitJob
 from kvtier.tiers.disk.index import Index, Use
 from kvtier.tiers.disk.reserved_slots import ReservedSlots
@@ -41,6 +41,10 @@ class RoomMaker:
         if self._drain.stuck:
             self._reserved.give_back(self._reserved.clear(), unused=True)
         return [] if work is None else [CommitJob(work, Use.DROP)]
+
+    def evictions(self) -> int:
+        """How many blocks the next step may evict."""
+        return EVICTIONS_PER_TXN if self.busy else 0
 
     def serves(self, index: Index, slot_cls: int) -> bool:
         """Whether further transactions may find a slot of the class that this one did not."""

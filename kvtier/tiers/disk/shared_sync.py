@@ -2,7 +2,8 @@
 
 A sync costs a flush of the device, for one page as for a thousand. So a write joins the next sync of its segment, and
 has none of its own; while one runs, those that come meanwhile wait for the one after it. What a failed sync has lost is
-not known, and the kernel tells it once: every write that was under way then has failed.
+not known, and the kernel tells it once: every write that was under way then has failed. Of another process's failed
+sync nothing is known here: what it lost of our blocks is a miss, by their digests.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class SharedSyncs:
         while found := self._next(segment):
             outcome = self._sync(segment)
             if outcome is not None:
-                self.failures += 1
+                with self._lock:
+                    self.failures += 1
                 unexpected = unexpected if isinstance(outcome, (OSError, TierError)) else outcome
             _end(found, outcome)
         if unexpected is not None:

@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 DRAFT = "ahead"
 OPEN_FILES_MAX = 64
 WRITE_BYTES_MAX = 1 << 20
-"""Per system call. A device finishes the writes it has before a later read or sync: few small writes in flight keep it
-about as busy as many large ones, and a read behind them waits a fraction as long."""
+"""Per system call, where nobody says how many. A device finishes the writes it has before a later read or sync: few
+small writes in flight keep it about as busy as many large ones, and a read behind them waits a fraction as long."""
 RUN_BYTES_MAX = 4 << 20  # neighbouring blocks are moved by one system call up to this size
 _IOV_MAX = 1024
 
@@ -92,6 +92,7 @@ class SystemCalls:
 class _File:
     fd: int
     direct: bool
+    path: str
     place: tuple[int, int] = (0, 0)  # (device, inode)
     users: int = 0
 
@@ -99,7 +100,13 @@ class _File:
 class Slab:
     """The segment files of one store. Thread-safe; every verb but `close` may block on the device."""
 
-    def __init__(self, parts: Sequence[Path], size_of: Callable[[int], int], calls: Calls) -> None:
+    def __init__(
+        self, parts: Sequence[Path], size_of: Callable[[int], int], calls: Calls,
+        write_bytes: Callable[[], int] = lambda: WRITE_BYTES_MAX,
+    ) -> None:  # fmt: skip
+        """`size_of`: a segment's bytes, 0 if there is none. `write_bytes`: how many a system call may write; asked
+        before each."""
+        self._write_bytes = write_bytes
         self._parts = [part / "slab" for part in parts]
         self._size_of = size_of
         self._calls = calls
@@ -128,7 +135,7 @@ class Slab:
         """Write `pieces` at `offset` (a multiple of SLOT_ALIGN). Not durable before `sync`. Raises OSError."""
         with self._open(segment) as file:
             if not file.direct or all(map(_aligned, pieces)):
-                _whole(self._calls.pwritev, file.fd, pieces, offset, WRITE_BYTES_MAX)
+                _whole(self._calls.pwritev, file.fd, pieces, offset, self._write_bytes)
                 return
             buffer = self._buffer(sum(map(len, pieces)))
             start = 0
@@ -136,7 +143,7 @@ class Slab:
                 buffer[start : start + len(piece)] = piece
                 start += len(piece)
             buffer[start:] = bytes(len(buffer) - start)
-            _whole(self._calls.pwritev, file.fd, [buffer], offset, WRITE_BYTES_MAX)
+            _whole(self._calls.pwritev, file.fd, [buffer], offset, self._write_bytes)
 
     def sync(self, segment: int) -> None:
         """Make durable what `write` has written into the segment. Raises OSError."""
@@ -165,8 +172,9 @@ class Slab:
         return sum({(status.st_dev, status.st_ino): status.st_size for status in ours}.values())
 
     def close(self) -> None:
-        """Close the files. No other call may run."""
+        """Close the files, and forget them: the next call opens what is there then. No other call may run."""
         with self._lock:
+            self._named.clear()
             while self._files:
                 self._close(self._files.popitem()[1].fd)
 
@@ -182,7 +190,7 @@ class Slab:
     def _open(self, segment: int) -> Iterator[_File]:
         with self._lock:
             file = self._files.get(segment)
-            if file is not None and not self._in_place(segment, file):
+            if file is not None and not _in_place(file):
                 log.warning("g3: %s was removed or replaced; its blocks are lost", self.path_of(segment))
                 del self._files[segment]
                 self._close_unused(segment, file)
@@ -201,14 +209,6 @@ class Slab:
             with self._lock:
                 file.users -= 1
                 self._close_unused(segment, file)
-
-    def _in_place(self, segment: int, file: _File) -> bool:
-        """Whether the segment's name still leads to the open file."""
-        try:
-            status = os.lstat(self.path_of(segment))
-        except FileNotFoundError:
-            return False
-        return (status.st_dev, status.st_ino) == file.place
 
     def _close(self, fd: int) -> None:
         """The descriptor is gone whatever the kernel answers, and `sync` has told of bytes that were not written."""
@@ -230,7 +230,7 @@ class Slab:
     def _attach(self, segment: int) -> _File:
         path = self.path_of(segment)
         _set_aside(path)
-        file = _File(*open_direct(self._calls, path))
+        file = _File(*open_direct(self._calls, path), str(path))
         try:
             status = os.fstat(file.fd)
             if not stat.S_ISREG(status.st_mode):
@@ -253,6 +253,15 @@ class Slab:
             self._close(file.fd)
             raise
         return file
+
+
+def _in_place(file: _File) -> bool:
+    """Whether the segment's name still leads to the open file."""
+    try:
+        status = os.lstat(file.path)
+    except FileNotFoundError:
+        return False
+    return (status.st_dev, status.st_ino) == file.place
 
 
 def _set_aside(path: Path) -> None:
@@ -305,12 +314,12 @@ def _whole(
     fd: int,
     pieces: Sequence[memoryview],
     offset: int,
-    most: int = sys.maxsize,
+    most: Callable[[], int] = lambda: sys.maxsize,
 ) -> None:
-    """`call` with up to `most` bytes until all pieces are moved; the kernel may move fewer bytes at a time."""
+    """`call` with up to `most()` bytes until all pieces are moved; the kernel may move fewer bytes at a time."""
     left = [piece.cast("B") for piece in pieces]
     while left:
-        some, rest = [], most
+        some, rest = [], most()
         for piece in left[:_IOV_MAX]:
             some.append(piece[:rest])
             rest -= len(some[-1])

@@ -52,7 +52,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 THREADS = 8
-WRITERS_MAX = 3  # of them at once; see WRITE_BYTES_MAX
+WRITERS_MAX = 2  # of them at once; see WRITE_BYTES
 CLOSE_TIMEOUT_S = 5.0
 IDLE_S = 0.5
 HOLD_S = 10.0  # slots are held for writes that may follow
@@ -81,7 +81,7 @@ class Store:
         self.failures = Failures(SystemClock())
         self.services: list[Service] = []  # out while a thread keeps failing; called on that thread
         self.io = IOScheduler(THREADS, WRITERS_MAX, "kvtier-g3-io", partial(self._failed, "g3 io"))
-        self.slab = Slab(self.parts, lambda segment: self.geometry.size_of(segment), calls)
+        self.slab = Slab(self.parts, lambda segment: self.geometry.size_of(segment), calls, self.io.write_bytes)
         self.syncs = SharedSyncs(self)
         self.users, self.closing = 0, False
         self.evictions = 0  # blocks that this process's writes pushed out
@@ -106,8 +106,8 @@ class Store:
         self._removals = Removals(self.touches, wall, lambda: maintained and self.may_write(COMMIT_BYTES))
         self.room = RoomMaker(self.reserved, wall, lambda: maintained and self.may_write(COMMIT_BYTES))
         self._hold_until = 0.0
-        failed, expected = self._writer_failed, lambda: 3 * self.reserved.writes // 4
-        self._writer = GroupCommit(self._work, self._rest, IDLE_S, "kvtier-g3-writer", failed, expected)
+        hooks = self._writer_failed, lambda: 3 * self.reserved.writes // 4, self.room.evictions
+        self._writer = GroupCommit(self._work, self._rest, IDLE_S, "kvtier-g3-writer", *hooks)
 
     # Life.
 
@@ -305,12 +305,12 @@ class Store:
     # On the writer thread.
 
     def _work(self, jobs: Sequence[CommitJob[Any]]) -> bool:
-        """Commit jobs. Whether `_rest` has something to do, soon."""
+        """Commit jobs. Whether that left something to `_rest`."""
         index = self._state.index
         more = self.room.due_jobs(index)
         if self._maintained and index is not None:
             more += self._dead_owners.due_jobs(index)
-        return self._commit([*jobs, *more]) and (self.room.busy or self.touches.overdue)
+        return self._commit([*jobs, *more]) and (self.room.busy or self.touches.overdue or self.reserved.has_returned)
 
     def _commit(self, jobs: Sequence[CommitJob[Any]]) -> bool:
         """Commit the jobs with what else is due, or fail them. Whether a transaction was committed."""
@@ -395,8 +395,8 @@ class Store:
         return TierError("g3", "commit", detail)
 
     def _rest(self) -> bool:
-        """When no job came for a while: write touches, free unused and dead owners' slots, or probe. Whether more
-        touches wait."""
+        """When no job came for a while: write touches, free unused and dead owners' slots, or probe. Whether it
+        left something."""
         self._heed_mark()
         if not self._maintained:
             return False
@@ -413,7 +413,7 @@ class Store:
         wanted = jobs or touches or self.reserved.has_returned
         if wanted and not self._commit(jobs or [CommitJob(lambda txn: None)]):
             return False
-        return self.room.busy or bool(touches and self.touches)
+        return self.room.busy or self.reserved.has_returned or bool(touches and self.touches)
 
     def _probe(self) -> None:
         """Try to open the store again, at growing intervals, once no thread of this process moves blocks."""
@@ -430,7 +430,6 @@ class Store:
             self._state.probe_failed(error)
         else:
             self.owner, self.geometry, index.on_damage = index.owner, index.geometry(), self._reader_failed
-            self.slab = Slab(self.parts, lambda segment: self.geometry.size_of(segment), self._calls)
             self.reserved.forget()  # the new owner took them back; nothing moves, so no write adds to them
             self._idle.forget()
             self._state.end(index)

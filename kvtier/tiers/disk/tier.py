@@ -344,7 +344,7 @@ class DiskTier:
         store = self._store
         for _ in range(1 + NAMES_MAX // NAMES_PER_COMMIT_MAX):
             await store.submit(lambda txn: None).result(self._left_s(deadline))
-            if not store.touches or not store.may_write(COMMIT_BYTES):
+            if not store.reserved.has_returned and not (store.touches and store.may_write(COMMIT_BYTES)):
                 break
 
     async def resize(self, capacity_bytes: int, write_budget: float) -> bool:

@@ -11,7 +11,7 @@ from kvtier.retention.terms import Depth
 from kvtier.times import Wall
 
 NAMES_MAX = 1 << 18
-NAMES_PER_COMMIT_MAX, NAMES_PER_COMMIT_MIN = 256, 32  # a transaction must not hold the lock for long
+NAMES_PER_COMMIT_MAX, NAMES_PER_COMMIT_MIN = 96, 16  # a transaction must not hold the lock for long
 USES_MAX = 16  # of one block between two transactions; the latest replaces the last
 
 

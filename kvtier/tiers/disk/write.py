@@ -12,13 +12,12 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 from kvtier.clock import Clock
 from kvtier.encryption import EncryptionHeader
-from kvtier.errors import TierError
+from kvtier.errors import TierError, TierTimeout
 from kvtier.keyring import TAG_BYTES
 from kvtier.retention.terms import PRIORITY, Depth
 from kvtier.tiers.data_keys import obtain
@@ -44,7 +43,7 @@ SLOTS_PER_BLOCK_MAX = 3  # that a block is written to, one after another, while 
 STREAM_BYTES_MIN = 8 << 20  # a write of this size is one of a stream, and reserves for the next one, too,
 STREAM_SHARE = 32  # unless it is more than this part of the capacity;
 SMALL_SHARE = 1024  # so does a smaller one, unless it is more than this part,
-AHEAD_BLOCKS = 128  # and for so many blocks, of as many bytes at most
+AHEAD_BLOCKS = 64  # and for so many blocks, of as many bytes at most
 
 
 class WriteBatch:
@@ -81,8 +80,8 @@ class WriteBatch:
         Raises TierTimeout, TierFull or TierError.
         """
         if self._encryption is not None:
-            left_s = max(0.0, deadline - self._clock.monotonic())
-            keys = await obtain(self._encryption.keys, {scope_in_name(block.name) for block in self._blocks}, left_s)
+            scopes = {scope_in_name(block.name) for block in self._blocks}
+            keys = await obtain(self._encryption.keys, scopes, self._left_s(deadline))
             self._blocks = [one._replace(digest=b"", key=keys[scope_in_name(one.name)]) for one in self._blocks]
         count = len(self._blocks)
         with self._store.reserved.writing(count if self._streams(count) else 0):
@@ -92,7 +91,7 @@ class WriteBatch:
                 for _ in range(SLOTS_PER_BLOCK_MAX):
                     await self._store.io.write(self.jobs(places, deadline)).wait()
                     places = await self._replace_bad(deadline)
-                await self._sync(failures)
+                await self._sync(failures, deadline)
                 await self._publish(deadline)
             finally:
                 self._store.give_back(list(self._reserved.values()))
@@ -108,17 +107,18 @@ class WriteBatch:
             return
         for some in in_jobs(self._within_budget(places)):
             slots = []
-            while not slots:  # each transaction makes some more room, from other classes
+            while not slots:  # each transaction makes some more room, from other classes, or searches on for it
                 work = partial(self._reserve_some, places=some, wall_s=wall_s)
                 slots = await self._commit(work, deadline, self._undo, len(some))
             self._assign(some, slots)
 
     def _reserve_some(self, txn: WriteTxn, places: Sequence[int], wall_s: Wall) -> list[SlotReservation | Stored]:
-        """Slots for these blocks, or why they get none; nothing if room is being made for them."""
+        """Slots for these blocks, or why they get none; nothing if room for them is being made or searched for."""
         self._began = min(self._began, txn.tick)
         with txn.going_on(self._began, {self._blocks[place].name for place in self._reserved}):
             slots = [txn.reserve(self._blocks[place], wall_s, self._share_bytes) for place in places]
-        if Stored.FULL not in slots or not self._store.room.serves(self._store.index, slot_class(self._block_bytes)):
+        goes_on = txn.order.cut_short or self._store.room.serves(self._store.index, slot_class(self._block_bytes))
+        if Stored.FULL not in slots or not goes_on:
             return slots
         for slot in slots:
             if isinstance(slot, SlotReservation):
@@ -132,7 +132,7 @@ class WriteBatch:
         """Slots that came in several transactions get one tick, since a head must not be colder than its tail."""
         for place, slot in zip(places, slots, strict=True):
             if isinstance(slot, SlotReservation):
-                self._reserved[place] = replace(slot, tick=min(self._began, slot.tick))
+                self._reserved[place] = slot if slot.tick <= self._began else slot._replace(tick=self._began)
             else:
                 self._results[place] = slot
 
@@ -236,8 +236,10 @@ class WriteBatch:
     async def _commit(
         self, work: Callable[[WriteTxn], T], deadline: Mono, undo: Callable[[T], object], blocks: int
     ) -> T:
-        timeout_s = max(0.0, deadline - self._clock.monotonic())
-        return await self._store.submit(work, blocks=blocks).result(timeout_s, undo)
+        return await self._store.submit(work, blocks=blocks).result(self._left_s(deadline), undo)
+
+    def _left_s(self, deadline: Mono) -> float:
+        return max(0.0, deadline - self._clock.monotonic())
 
     # Writing.
 
@@ -305,13 +307,19 @@ class WriteBatch:
                 with self._lock:
                     self._bad.append(place)
 
-    async def _sync(self, failures: int) -> None:
-        """Make durable what was written. `failures`: of syncs, when the write began."""
+    async def _sync(self, failures: int, deadline: Mono) -> None:
+        """Make durable what was written. `failures`: of syncs, when the write began. Late or cancelled, it leaves the
+        syncs to themselves: they touch no piece, and a slot that is given back may be synced."""
         syncs, written = self._store.syncs, defaultdict[int, list[int]](list)
         for place, slot in self._reserved.items():
             if place not in self._results:
                 written[slot.segment].append(place)
-        outcomes = await asyncio.gather(*(asyncio.wrap_future(syncs.request(segment)) for segment in written))
+        requests = [asyncio.wrap_future(syncs.request(segment)) for segment in written]
+        try:
+            async with asyncio.timeout(self._left_s(deadline)):
+                outcomes = await asyncio.gather(*requests)
+        except TimeoutError:
+            raise TierTimeout("g3", "write", "the device made nothing durable within the deadline") from None
         for (segment, places), outcome in zip(written.items(), outcomes, strict=True):
             if isinstance(outcome, TierError):  # the store is out of use: nothing can be published
                 raise outcome

@@ -91,9 +91,9 @@ class WriteTxn:
         self.segments = Segments(txn, self.geometry, counters.segments, memory.demand, may_grow=may_grow)
         self.worths = ClassWorths(txn, self.geometry, memory.ghosts, begin=memory.demand.waits)
         order = (memory.floors, self.worths, self.segments.draining, self._retained.until)
-        self._order = EvictionOrder(txn, layout, *order)
+        self.order = EvictionOrder(txn, layout, *order)
         shares = self._shares = Shares(txn)
-        self._entries = Entries(txn, layout, counters, self._order, self.segments, shares, self._retained, self.purged)
+        self._entries = Entries(txn, layout, counters, self.order, self.segments, shares, self._retained, self.purged)
         self.removed = self._entries.removed  # those that were evicted among them
         self._wall_s = Wall(0)  # of the last verb that was given it
         self._since = self.tick  # when what is done now began
@@ -106,9 +106,8 @@ class WriteTxn:
         self.worths.save()
         self._shares.save()
         self.budget.save()
-        entries, segments = self._entries, self.segments
-        counters = Counters(self._serial, self.tick, entries.blocks, entries.slot_bytes, segments.count)
-        self._txn.put(self._layout.counters_key, counters.encode())
+        counts = self._entries.blocks, self._entries.slot_bytes, self.segments.count
+        self._txn.put(self._layout.counters_key, Counters(self._serial, self.tick, *counts).encode())
 
     def find(self, name: bytes) -> Entry | None:
         """The entry of `name`; one that fails its check is removed, as if it had never been."""
@@ -139,10 +138,8 @@ class WriteTxn:
         above = None if block.parent is None else self._entries.rank_of(block.parent)
         if block.parent is not None and above is None and block.parent not in self._reserved:
             return Stored.REFUSED
-        if not self._gives_way(block):
-            return Stored.REFUSED
-        if self._join(block):
-            return Stored.PRESENT
+        if (met := self._meet(block, self.find(block.name))) is not None:
+            return met
         if not self.budget.allows(slot_class(block.length) * SLOT_ALIGN):
             return Stored.BUDGET
         if block.parent is not None:
@@ -180,26 +177,21 @@ class WriteTxn:
         return outcome
 
     def _publish(self, reservation: SlotReservation, block: NewBlock, share_bytes: int) -> Stored:
-        above: int | None
-        if block.parent is not None:
-            above = self._entries.rank_of(block.parent)
-        else:  # below the top the parent is unknown; if it was used since the reservation, it must stay warmer
-            above = rank_of(block.priority, reservation.tick if block.depth else self.tick)
+        # Below the top the parent may be unknown; if it was used since the reservation, it must stay warmer.
+        oldest = rank_of(block.priority, reservation.tick if block.depth else self.tick)
+        above = oldest if block.parent is None else self._entries.rank_of(block.parent)
         if above is None or self.purged.covers(block.name, block.mark) or not self._entries.admit(block.name):
             return Stored.REFUSED
         old, kept = self.find(block.name), self._retained.until(block.name)
-        if not self._gives_way(block):
-            return Stored.REFUSED
-        if self._join(block):  # another process stored it meanwhile
-            return Stored.PRESENT
+        if (met := self._meet(block, old)) is not None:  # another process stored it meanwhile
+            return met
         rank = min(rank_of(block.priority, self.tick), above)
         if share_bytes and not self._make_room(block, share_bytes, priority_in(rank), spared=block.parent):
             return Stored.FULL
         if old is not None and kept > self._wall_s:
             block = block._replace(life=old.life.join(block.life, self._wall_s))
             self._retained.set(block.name, kept)
-        entry = block.entry(reservation, rank)
-        self._entries.add(block.name, entry)
+        self._entries.add(block.name, block.entry(reservation, rank))
         self._sheltered.add(block.name)  # its rank may be as old as its parent's
         self.worths.stored(block.name, reservation.slot_class)
         self.budget.stored(block.length)
@@ -366,6 +358,14 @@ class WriteTxn:
             self.segments.offer_number(reservation)
         return ours
 
+    def _meet(self, block: NewBlock, old: Entry | None) -> Stored | None:
+        """Why a block is not stored whose name `old` has; None where that is nothing, or is removed."""
+        if old is None:
+            return None
+        if not self._gives_way(block):
+            return Stored.REFUSED
+        return Stored.PRESENT if self._join(block) else None
+
     def _gives_way(self, block: NewBlock) -> bool:
         """Whether the block of this name, if there is one, is encrypted as `block` is; one that is not, and that this
         writer may replace, is removed.
@@ -397,7 +397,7 @@ class WriteTxn:
         """The slot of the class's coldest block, which is evicted, and so are a few guests that are colder."""
         place = None
         for _ in range(GUESTS_MAX):
-            victim = self._evict(lambda: self._order.victim(slot_cls, self._wall_s), priority)
+            victim = self._evict(lambda: self.order.victim(slot_cls, self._wall_s), priority)
             if victim is None or (place := self.segments.take_from(victim)) is not None:
                 break
         self._want(slot_cls, priority, must=place is None)
@@ -405,7 +405,7 @@ class WriteTxn:
 
     def _want(self, slot_cls: int, priority: int, *, must: bool) -> None:
         """The class could use a segment of another, if there is one."""
-        if self._order.has_other(slot_cls):
+        if self.order.has_other(slot_cls):
             self._memory.demand.want(slot_cls, priority, self.tick, must=must)
 
     def _make_room(self, block: NewBlock, share_bytes: int, priority: int, spared: bytes | None = None) -> bool:
@@ -415,7 +415,7 @@ class WriteTxn:
         for _ in range(SCOPE_EVICTIONS_MAX):
             if self._shares.of(scope) + size <= share_bytes:
                 return True
-            victim = self._evict(lambda: self._order.victim_in_scope(scope, self._wall_s), priority, spared)
+            victim = self._evict(lambda: self.order.victim_in_scope(scope, self._wall_s), priority, spared)
             if victim is None:
                 return False
             self.segments.give(victim)
@@ -446,5 +446,5 @@ class WriteTxn:
                 self._entries.remove(name, entry)
                 self.left(name, entry)
                 return entry
-            self._order.remove(key)  # a row without a block behind it
+            self.order.remove(key)  # a row without a block behind it
         return None

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvtier.bench.tiers.class_store import NOW, ClassStore
 from kvtier.clock import SystemClock
 from kvtier.errors import TierError
 from kvtier.testing import VirtualClock, chain_of, sample_namespace, seal
 from kvtier.tiers.breaker import Health
-from kvtier.tiers.disk import quarantine, store, trial_queue
+from kvtier.tiers.disk import quarantine, store, trial_queue, trials
 from kvtier.tiers.disk.bad_places import DAY_S, BadPlace, bad_places
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.maintenance import looking_after
+from kvtier.tiers.disk.records import SLOT_ALIGN
 from kvtier.tiers.disk.slab import SystemCalls
 from kvtier.tiers.disk.slot_health import TRIES, DeviceFault, SlotHealth
 from kvtier.tiers.disk.tier import DiskTier
@@ -28,6 +32,7 @@ from kvtier.tiers.disk.trials import Dropped, Trial, drop_unreadable, end_trial
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.guard import Guarded
 from kvtier.tiers.protocol import Miss, Stored, Target
+from kvtier.times import Wall
 from tests.tiers.disk.support.bad_medium import BadMedium
 from tests.tiers.disk.support.store import BLOCK, FAR_S, get, opened, put
 
@@ -395,3 +400,27 @@ def test_tries_are_spread_over_the_day_and_survive_a_clock_set_back() -> None:
     third = place.after_tries(1, 1000.0 + 2 * DAY_S / 3)  # type: ignore[arg-type]
     assert third.tries == 3 and not third.is_due(999.0 + DAY_S) and third.is_due(1000.0 + DAY_S)  # type: ignore[arg-type]
     assert third.after_tries(1, 1001.0 + DAY_S).tries == 1  # type: ignore[arg-type]
+
+
+def test_two_processes_try_a_place_one_after_the_other(tmp_path: Path) -> None:
+    """While one has a trial under way the other begins none; the second takes it up once the first has died."""
+    place_store = ClassStore(tmp_path / "index", 2, 8 * SLOT_ALIGN)
+    for number in range(16):
+        assert place_store.put((1, number)) is Stored.STORED
+    index, alive = place_store.index, place_store.index.owner
+    [failed] = place_store.transact(lambda txn: txn.reserve_slots(1, 1))
+    assert place_store.transact(lambda txn: trials.set_aside(txn, [failed], TRIES, NOW))
+    day = [Wall(NOW + number * DAY_S) for number in range(4)]
+
+    def begun(wall_s: Wall) -> list[tuple[int, int]]:
+        found = place_store.transact(lambda txn: trials.begin_trials(txn, wall_s))
+        return [(one.place.tries, one.reservations[0].slot) for one in found]
+
+    index.owner = replace(alive, pid=os.getppid(), started=0)  # no process that lives
+    assert begun(day[1]) == [(1, failed.slot)]
+    index.owner = alive
+    assert begun(day[2]) == []
+    assert place_store.transact(WriteTxn.reclaim) == 1
+    assert begun(day[3]) == [(1, failed.slot)]
+    index.check()
+    index.close()

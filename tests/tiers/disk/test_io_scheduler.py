@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
 from kvtier.tiers.disk import io_scheduler
-from kvtier.tiers.disk.io_scheduler import IOScheduler
+from kvtier.tiers.disk.io_scheduler import WRITE_BYTES, WRITE_BYTES_NEAR, IOScheduler
+from kvtier.tiers.disk.slab import Slab, SystemCalls
 
 WRITERS = 3
 
@@ -136,3 +139,37 @@ async def test_idle_work_waits_for_reads(scheduler: IOScheduler) -> None:
         await asyncio.sleep(0.005)
     await asyncio.sleep(0.02)
     assert len(steps) == 3
+
+
+async def test_writes_go_in_smaller_pieces_beside_reads(
+    scheduler: IOScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io_scheduler, "NEAR_S", 0.05)
+    assert scheduler.write_bytes() == WRITE_BYTES
+    jobs = Jobs()
+    reads = scheduler.read([jobs.make("read")])
+    await jobs.until(1)
+    assert scheduler.write_bytes() == WRITE_BYTES_NEAR
+    jobs.finish()
+    await reads.wait()
+    assert scheduler.write_bytes() == WRITE_BYTES_NEAR, "another one is expected"
+    await asyncio.sleep(0.06)
+    assert scheduler.write_bytes() == WRITE_BYTES
+
+
+def test_a_write_under_way_heeds_a_read_that_comes(tmp_path: Path) -> None:
+    """It asks before each system call how many bytes that may write."""
+    (tmp_path / "slab").mkdir()
+    sizes, written = iter([8192, 8192, 4096, 4096, 4096, 4096]), list[int]()
+
+    class Counted(SystemCalls):
+        def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            written.append(sum(map(len, buffers)))
+            return super().pwritev(fd, buffers, offset)
+
+    payload, back = os.urandom(8 * 4096), bytearray(8 * 4096)
+    slab = Slab([tmp_path], lambda segment: 8 * 4096, Counted(), lambda: next(sizes))
+    slab.write(0, 0, [memoryview(payload)])
+    slab.read(0, 0, [memoryview(back)])
+    slab.close()
+    assert written == [8192, 8192, 4096, 4096, 4096, 4096] and back == payload

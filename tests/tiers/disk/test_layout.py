@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -73,7 +72,7 @@ def test_stamps_that_are_not_there_take_no_bytes() -> None:
         assert not is_encrypted(short) and not is_encrypted(padded) and not is_encrypted(short[:20])
         header = EncryptionHeader(b"k" * 8, b"c" * 16, b"s" * 16, (b"t" * 16, b"u" * 16))
         for known in (SHORT_FORMAT, FIRST_FORMAT):
-            raw = Layout(known).encode(NAME, replace(entry, encryption=header))
+            raw = Layout(known).encode(NAME, entry._replace(encryption=header))
             assert is_encrypted(raw) and key_id_in(raw) == b"k" * 8
             assert Entry.decode(NAME, raw).encryption == header
 

@@ -6,21 +6,28 @@ import asyncio
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 from kvtier.clock import SystemClock
+from kvtier.errors import TierError
 from kvtier.identity.keys import BlockKey
-from kvtier.testing import chain_of, sample_namespace
+from kvtier.retention.terms import BUILTIN
+from kvtier.testing import chain_of, sample_namespace, seal
 from kvtier.tiers.disk.io_scheduler import IOScheduler
 from kvtier.tiers.disk.shared_sync import SharedSyncs
 from kvtier.tiers.disk.slab import SystemCalls
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.protocol import Miss, Stored
+from kvtier.times import Mono
 from tests.tiers.disk.support.store import BLOCK, get, opened, put
 
+T = TypeVar("T")
 NAMESPACE = sample_namespace(BLOCK)
 PUTS = 16
 WAIT_S = 20.0
@@ -165,5 +172,80 @@ async def test_writes_that_are_cancelled_in_a_sync_leave_the_others_alone(tmp_pa
         calls.ready.set()
         assert await puts[2] == [Stored.STORED]
         assert await get(tier, chains[2]) == [True]
+        await tier.flush(tier._clock.monotonic() + 60)
+        assert not tier._store.index.has_reservations()
+
+
+async def test_a_write_whose_sync_hangs_ends_at_its_deadline(tmp_path: Path) -> None:
+    calls, chain = HeldCalls(), chain_of(NAMESPACE, 2)
+    async with opened(tmp_path / "g3", 64, clock=SystemClock(), calls=calls) as tier:
+        now = tier._clock.monotonic()
+        blocks = seal(chain, range(2), BLOCK, tier._clock.wall(), BUILTIN["24h"])
+        async with asyncio.timeout(WAIT_S / 2):
+            assert await tier.write(blocks, Mono(now + 0.2)) == [Stored.FAILED] * 2
+        assert calls.syncs == 1 and not calls.ready.is_set(), "the control: it hangs still"
+        calls.ready.set()
+        assert await put(tier, chain) == [Stored.STORED] * 2
+        assert await get(tier, chain) == [True] * 2
+        await tier.flush(tier._clock.monotonic() + 60)
+        assert not tier._store.index.has_reservations()
+
+
+async def test_after_an_error_of_the_device_none_of_those_under_way_is_there(tmp_path: Path) -> None:
+    """Neither the one whose sync failed nor those that joined the next: it is of a store that is out of use."""
+    calls, chains = HeldCalls(errno.EIO), [chain_of(NAMESPACE, 2, seed) for seed in range(3)]
+    async with opened(tmp_path / "g3", 64, clock=SystemClock(), calls=calls) as tier:
+        puts = await begin(tier, calls, chains)
+        calls.ready.set()
+        first, *others = await asyncio.gather(*puts, return_exceptions=True)
+        assert first == [Stored.FAILED] * 2
+        assert all(isinstance(other, TierError) for other in others), others
+        await until(lambda: tier._store.index_in_use is not None)
+        assert [await get(tier, chain) for chain in chains] == [[Miss.ABSENT] * 2] * 3
+        assert [await put(tier, chain) for chain in chains] == [[Stored.STORED] * 2] * 3
+        assert [await get(tier, chain) for chain in chains] == [[True] * 2] * 3
+
+
+@types.coroutine
+def cancelled_at(work: Coroutine[Any, Any, T], number: int) -> Generator[Any, Any, T]:
+    """The result of `work`, whose task is cancelled where it waits for the `number`-th time."""
+    step, waits = partial(work.send, None), 0
+    while True:
+        try:
+            awaited = step()
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        waits += 1
+        if waits == number:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+        try:
+            yield awaited
+        except BaseException as error:
+            step = partial(work.throw, error)
+        else:
+            step = partial(work.send, None)
+
+
+async def test_a_write_may_be_cancelled_wherever_it_waits(tmp_path: Path) -> None:
+    """One beside it is stored all the same, and no slot is lost."""
+    async with opened(tmp_path / "g3", 64, clock=SystemClock()) as tier:
+
+        async def put_cancelled(chain: list[BlockKey], number: int) -> list[Stored]:
+            return await cancelled_at(put(tier, chain, parents=True), number)
+
+        number, ended = 0, False
+        while not ended:
+            number += 1
+            one, other = (chain_of(NAMESPACE, 3, 2 * number + place) for place in range(2))
+            mine = asyncio.ensure_future(put_cancelled(one, number))
+            assert await put(tier, other, parents=True) == [Stored.STORED] * 3
+            ended = await asyncio.gather(mine, return_exceptions=True) == [[Stored.STORED] * 3]
+            assert await get(tier, other) == [True] * 3
+            assert await get(tier, one) in ([True] * 3, [Miss.ABSENT] * 3)
+            assert set(await put(tier, one, parents=True)) <= {Stored.STORED, Stored.PRESENT}
+            assert await get(tier, one) == [True] * 3
+        assert number >= 5, "it waits for its slots, its writes, its sync and its publication"
         await tier.flush(tier._clock.monotonic() + 60)
         assert not tier._store.index.has_reservations()
