@@ -12,7 +12,7 @@ on, then anybody. Merged objects are created, never replaced. The bytes are a de
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Set
+from collections.abc import Awaitable, Callable, Iterable, Set
 from hashlib import blake2b
 
 from kvtier.clock import Clock
@@ -61,13 +61,22 @@ def writer_of(name: str) -> str:
 
 def rank(replica: str, writers: Set[str], node: str) -> int:
     """The replica's place among `writers` for the work `node`, by rendezvous hash; behind all if it is none of them."""
+    if replica not in writers:
+        return len(writers)
 
     def weight(each: str) -> bytes:
         return blake2b(f"{each} {node}".encode(), digest_size=8).digest()
 
     ours = weight(replica)
-    ranks = [(weight(each) < ours) for each in writers]
-    return sum(ranks) if replica in writers else len(ranks)
+    return sum(weight(each) < ours for each in writers)
+
+
+def by_digits(writers: Iterable[str], count: int) -> dict[str, set[str]]:
+    """The writers by the first `count` digits of their names, in the digits' order. Pure."""
+    groups: dict[str, set[str]] = {}
+    for writer in sorted(writers):
+        groups.setdefault(writer[:count], set()).add(writer)
+    return groups
 
 
 class Catalogue:
@@ -160,10 +169,9 @@ class Catalogue:
         have: dict[str, Stat] | None = None
         done = 0
         for level in range(depth, -1, -1):
-            for digits in sorted({writer[:level] for writer in writers}):
+            for digits, group in by_digits(writers, level).items():
                 name = self._name(window, digits)
-                turn = rank(self._replica, {each for each in writers if each.startswith(digits)}, name)
-                if late_s < turn * TAKEOVER_S:
+                if late_s < rank(self._replica, group, name) * TAKEOVER_S:
                     continue
                 if have is None:
                     have = await self._parts(window, depth)
@@ -172,9 +180,7 @@ class Catalogue:
                 if level == depth:
                     parts = [stat for each, stat in deltas.items() if writer_of(each).startswith(digits)]
                 else:
-                    wanted = {
-                        self._name(window, writer[: level + 1]) for writer in writers if writer.startswith(digits)
-                    }
+                    wanted = {self._name(window, writer[: level + 1]) for writer in group}
                     parts = [have[each] for each in wanted if each in have]
                     if len(parts) < len(wanted) and late_s < 2 * TAKEOVER_S:
                         continue

@@ -43,6 +43,10 @@ AT_ONCE = 8
 RENEW_S = 12 * 3600.0
 """Age by the server's stamp at which a pinned object is renewed: the bucket's rule may delete from two days on."""
 
+YOUNG_S = 120.0
+"""Age up to which an object that the index does not know is left alone: others' deltas are on their way, and all
+replicas would read its header."""
+
 GRACE_S = 60.0
 """How long an object must have been dead: another replica's clock may be behind."""
 
@@ -125,6 +129,8 @@ class Sweeper:
         """Whether the object has to be looked at: the index does not show it to be alive by its own terms, or a pin may
         keep it and the bucket's own rule may find it old."""
         known = self._store.named(stat.name)
+        if known is None and stat.modified is not None and stat.modified > self._clock.wall() - YOUNG_S:
+            return False
         if known is None or self._store.miss_of(known, self._clock.wall()) is not None:
             return True
         return self._old(stat) and self._pinned_only(known)

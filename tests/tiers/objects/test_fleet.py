@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections import Counter
+from hashlib import blake2b
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from kvtier.testing import chain_of
 from kvtier.testing.fleet import STEP_S, Fleet
 from kvtier.tiers.objects import catalogue, deltas, sweep
+from kvtier.tiers.objects.bucket.protocol import Stat
 from tests.tiers.objects.support.virtual_bucket import NS, Replica, VirtualServer
 
 
@@ -172,6 +176,25 @@ async def test_a_thousand_replicas_ask_no_more_than_a_hundred() -> None:
     hundred, thousand = await per_minute(100), await per_minute(1000)
     print(f"requests per replica and minute: 100: {hundred}, 1000: {thousand}")
     assert thousand[0] <= hundred[0] + 10 * math.log2(10)
+
+
+async def test_looking_for_its_share_of_a_large_window_costs_little() -> None:
+    """Lookups share the loop on which a replica of a thousand does so at each poll."""
+    server, calls = VirtualServer(), Counter[str]()
+    replica = Replica(server, stride=1, number=5000)
+    shelf, wall_s = replica.store.deltas._catalogue, server.clock.wall()
+    start_s = wall_s // catalogue.WINDOW_S * catalogue.WINDOW_S
+    for number in range(1000):  # none of them is this replica
+        writer = blake2b(b"%d" % number, digest_size=4).hexdigest()
+        shelf.note(Stat(f"{replica.store.names.deltas}{int(start_s * 1e6) + number:016x}-{writer}", 100))
+    server.clock.advance(start_s + catalogue.WINDOW_S + catalogue.CLOSE_S - wall_s)
+    sys.setprofile(lambda _frame, event, _argument: calls.update([event]))
+    try:
+        await shelf.merge_due()
+    finally:
+        sys.setprofile(None)
+    assert replica.bucket.requests.total() == 0, "nothing is its own"
+    assert 1000 < calls["call"] + calls["c_call"] <= 20 * 1000
 
 
 async def test_who_is_gone_is_stood_in_for() -> None:

@@ -72,6 +72,20 @@ async def test_a_page_that_is_cut_off_has_made_progress() -> None:
     assert server.strides() == 0
 
 
+async def test_what_others_have_just_written_is_looked_at_by_nobody_before_their_deltas_came() -> None:
+    """A bucket of a large fleet has thousands of such objects, and each replica walks it."""
+    server = VirtualServer()
+    writer, other = Replica(server), Replica(server, seed=1)
+    for number in range(20):
+        await writer.write(chain_of(NS, S, seed=number), ttl=30)
+    server.clock.advance(sweep.YOUNG_S - 1)
+    await other.walk()
+    assert other.bucket.requests["get"] == 0
+    server.clock.advance(2)
+    await other.walk()
+    assert other.sweeper.swept.objects == 20
+
+
 @pytest.mark.parametrize("days", [2, 365])
 async def test_a_replica_with_a_clock_ahead_sweeps_nothing_alive(days: int) -> None:
     server = VirtualServer()
