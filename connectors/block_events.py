@@ -142,6 +142,7 @@ class BlockEvents(ABC):
             self._cleared = False
             yield self._all_cleared()
         self._learn()
+        yield from self._take_own()
         for change in self.events.take():
             if change.tier not in self._tiers:
                 continue
@@ -152,7 +153,7 @@ class BlockEvents(ABC):
             if change.stored:
                 yield from self._stored(keys, change.tier)
             elif keys:
-                yield self._removed(self._names(keys), change.tier)
+                yield self._removed(keys, change.tier)
 
     def _learn(self) -> None:
         """Know what was told of. Each passage's blocks are reported before the next one is told of: so they are taken
@@ -162,6 +163,7 @@ class BlockEvents(ABC):
         self._kept, self._kept_before = _Known(), self._kept
         while self._told:
             passage = self._told.popleft()
+            self._hear(passage)
             self._kept.add(KnownRun(self._count, passage))
             self._count += len(passage.keys)
 
@@ -177,13 +179,25 @@ class BlockEvents(ABC):
             run, first = found
             count = _equal(keys, begin, run.passage.keys, first)
             begin, stop = begin + count, first + count
-            if not run.names:  # each tier has an event of its own for them
-                run.names.extend(self._names(run.passage.keys))
-            yield self._made_of(run, first, stop, tier)
+            if (made := self._made_of(run, first, stop, tier)) is not None:
+                yield made
+
+    def _names_of(self, run: KnownRun, first: int, stop: int) -> list[Any]:
+        """Names of these blocks of a run: each tier has an event of its own for them."""
+        if not run.names:
+            run.names.extend(self._names(run.passage.keys))
+        return run.names[first:stop]
+
+    def _take_own(self) -> Iterable[Any]:
+        """Events that come of no tier's change."""
+        return ()
+
+    def _hear(self, passage: Passage) -> None:  # noqa: B027  # most need nothing
+        """Blocks of this passage may be announced next, though no request had it."""
 
     @abstractmethod
     def _names(self, keys: Sequence[BlockKey]) -> list[Any]:
-        """Of blocks, as events have them."""
+        """Of blocks that are `_announced`, as events have them."""
 
     @abstractmethod
     def _announced(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
@@ -191,10 +205,11 @@ class BlockEvents(ABC):
 
     @abstractmethod
     def _made_of(self, run: KnownRun, first: int, stop: int, tier: str) -> Any:
-        """The event that these blocks of a run, whose names are known, were stored."""
+        """The event that these blocks of a run, which are `_announced`, were stored. None: no router could place
+        them."""
 
     @abstractmethod
-    def _removed(self, names: list[Any], tier: str) -> Any:
+    def _removed(self, keys: Sequence[BlockKey], tier: str) -> Any:
         """The event that blocks have left a tier."""
 
     @abstractmethod

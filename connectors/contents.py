@@ -4,8 +4,8 @@
                       per token u8 ‖ length of the JSON u16 ‖ JSON ‖ hashes (32 each) ‖ tokens, packed, most
                       significant bit first
 
-The JSON has what lies beside the tokens: {"salt": …, "lora": [id, name], "extra": {"place": [extra keys]}}. A block
-of 16 tokens of a vocabulary of 2^18 takes 68 bytes, and its share of a part's 59.
+The JSON has what lies beside the tokens: {"salt": …, "lora": [id, name], "extra": {"place": [extra keys]},
+"extra_key": …}. A block of 16 tokens of a vocabulary of 2^18 takes 68 bytes, and its share of a part's 59.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _U16_MAX = 0xFFFF
 @dataclass(frozen=True, slots=True, eq=False)
 class Passage:
     """Consecutive blocks of one prompt: their keys, the hash before the first, the tokens of all, and what the engine
-    hashed beside the tokens, per block. `adapter`: its number in the engine, and its name."""
+    hashed beside the tokens, per block. `adapter`: its number in the engine, and its name. `extra_key`: SGLang's, of
+    the request."""
 
     keys: list[BlockKey]
     parent: bytes | None
@@ -40,6 +41,7 @@ class Passage:
     extra_keys: Sequence[tuple[Any, ...] | None]
     salt: str | None = None
     adapter: tuple[int, str] | None = None
+    extra_key: str | None = None
 
     def tokens_of(self, begin: int, stop: int) -> Sequence[int]:
         """The tokens of some of the blocks."""
@@ -57,6 +59,7 @@ class Passage:
             self.extra_keys[begin:stop],
             self.salt,
             self.adapter,
+            self.extra_key,
         )
 
     def joined(self, *others: Passage) -> Passage:
@@ -71,6 +74,7 @@ class Passage:
             [keys for part in parts for keys in part.extra_keys],
             self.salt,
             self.adapter,
+            self.extra_key,
         )
 
 
@@ -115,6 +119,7 @@ class _Beside(msgspec.Struct, omit_defaults=True):
     salt: str | None = None
     lora: tuple[int, str] | None = None
     extra: dict[str, tuple[str | int | tuple[str | int, ...], ...] | None] = {}
+    extra_key: str | None = None
 
 
 def _encoded_beside(passage: Passage) -> bytes | None:
@@ -122,7 +127,8 @@ def _encoded_beside(passage: Passage) -> bytes | None:
     usual = _usual(passage.adapter)
     extra = {str(place): keys for place, keys in enumerate(passage.extra_keys) if keys != usual}
     try:
-        checked = msgspec.convert({"salt": passage.salt, "lora": passage.adapter, "extra": extra}, _Beside)
+        beside = {"salt": passage.salt, "lora": passage.adapter, "extra": extra, "extra_key": passage.extra_key}
+        checked = msgspec.convert(beside, _Beside)
         raw = b"" if checked == _Beside() else msgspec.json.encode(checked)
     except (msgspec.ValidationError, UnicodeEncodeError):  # the latter: half of a surrogate pair
         return None
@@ -163,6 +169,7 @@ class PackedPassage:
             [beside.extra.get(str(place), usual) for place in range(len(self.keys))],
             beside.salt,
             beside.lora,
+            beside.extra_key,
         )
 
 

@@ -15,12 +15,14 @@ from kvtier.connectors.adapters import adapter_name, named_while
 from kvtier.connectors.configuration import digest16
 
 _loaded: dict[str, str] = {}
+_public: dict[str, str] = {}
 
 
 def load(original: Callable[..., Any], manager: Any, ref: Any, *arguments: Any, **named: Any) -> Any:
     """Around LoRAManager._load_lora_adapter."""
     done, name = named_while(_folder(ref.lora_path), lambda: original(manager, ref, *arguments, **named))
     _loaded[ref.lora_id] = name
+    _publish(ref)
     return done
 
 
@@ -29,11 +31,22 @@ def remember(refs: Iterable[Any] | None) -> None:
     for ref in refs or ():
         if getattr(ref, "lora_id", None) is not None and ref.lora_id not in _loaded:
             _loaded[ref.lora_id] = adapter_name(_folder(ref.lora_path))
+            _publish(ref)
 
 
 def name_of(number: str) -> str:
     """The name of an adapter; "" where nothing names its weights."""
     return _loaded.get(number, "")
+
+
+def public_name(number: str) -> str | None:
+    """The name by which requests ask for an adapter; None where it is not known."""
+    return _public.get(number)
+
+
+def _publish(ref: Any) -> None:
+    if name := getattr(ref, "lora_name", None):
+        _public[ref.lora_id] = name
 
 
 def name_of_all(refs: Iterable[Any] | None) -> str:

@@ -3,13 +3,14 @@
     G2: medium CPU_PINNED        G3: medium DISK        G4, where it is asked for: medium EXTERNAL
 
 A BlockStored is the one that SGLang's tree makes of the same pages, but for its medium. A page's name is the first 8
-bytes of its hash, as a signed number. Blocks of requests with a salt, an adapter or an extra key, and those of an
-isolated class, are not announced: the tree names the pages of the former by another chain.
+bytes of its hash, as a signed number; of requests with a salt, an adapter or an extra key, see `page_names`. Those are
+told of while their names are remembered: the removal of one whose name is forgotten is announced before. Not announced
+are blocks of an isolated class, and those that share their names with others' in the tree: of extra keys in SGLang's
+default format, and of adapters without a public name.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -20,10 +21,14 @@ from sglang.srt.disaggregation.kv_events import (
     BlockStored,
     StorageMedium,
     is_kv_publisher_rank,
+    uses_dynamo_format,
 )
+from sglang.srt.mem_cache.utils import storage_namespace_seed
 
 from kvtier.connectors.block_events import KNOWN_MAX, TIERS, BlockEvents, KnownRun
 from kvtier.connectors.contents import Passage
+from kvtier.connectors.sglang import adapters
+from kvtier.connectors.sglang.page_names import Labels, PageNames, name_of_hash, page_hashes
 from kvtier.identity.hashing import HASH_BYTES
 from kvtier.identity.keys import KEY_BYTES, SCOPE_BYTES, SHARED, BlockKey, scope_of_key
 
@@ -36,9 +41,9 @@ def publishes(server_args: Any) -> bool:
     return bool(is_kv_publisher_rank(getattr(server_args, "kv_events_config", None)))
 
 
-def page_hash(before: bytes, tokens: Sequence[int]) -> bytes:
-    """The hash of a page after the one with the hash `before`, as SGLang's chain has it. Pure."""
-    return hashlib.sha256(before + np.array(tokens, "<u4").tobytes()).digest()
+def is_dynamo(server_args: Any) -> bool:
+    """Whether events have the format "dynamo"."""
+    return bool(uses_dynamo_format(getattr(server_args, "kv_events_config", None)))
 
 
 def _tokens_of(req: Any, first: int, pages: int, page: int) -> list[int]:
@@ -50,51 +55,127 @@ def _tokens_of(req: Any, first: int, pages: int, page: int) -> list[int]:
     return tokens
 
 
+def labels_of(req: Any) -> Labels | None:
+    """A request's labels. None: of an adapter whose public name is not known, without which routers take its pages for
+    the model's own."""
+    number = getattr(req, "lora_id", None)
+    name = None if number is None else adapters.public_name(number)
+    return None if number is not None and name is None else Labels(req.cache_salt, req.extra_key, name)
+
+
 class PageEvents(BlockEvents):
     """Turns tiers' changes into SGLang's events. Used on the scheduler's thread."""
 
-    def __init__(self, page: int, known_max: int = KNOWN_MAX, tiers: Collection[str] = TIERS) -> None:
-        """`page`: tokens of a block. `known_max`, `tiers`: see `BlockEvents`."""
+    def __init__(
+        self, page: int, known_max: int = KNOWN_MAX, tiers: Collection[str] = TIERS, *, dynamo: bool = False
+    ) -> None:
+        """`page`: tokens of a block. `known_max`, `tiers`: see `BlockEvents`. `dynamo`: events have that format."""
         super().__init__(page, known_max, tiers)
+        self._page_names = PageNames(known_max, dynamo=dynamo)
+        self._told_of: dict[str, set[BlockKey]] = {tier: set() for tier in self._tiers}  # of those with labels
+        self._forgotten: list[Any] = []  # events
 
-    def remember(self, req: Any, chain: Sequence[BlockKey], start: int, *, lasting: int = 0) -> None:
+    def remember(
+        self, req: Any, chain: Sequence[BlockKey], start: int, *, lasting: int = 0, isolated: bool = False
+    ) -> None:
         """Remember what the request's blocks from `start` on hold. Only its `lasting` first may lie on a disk. One
-        whose tokens do not make its pages' hashes, as where images stand for tokens, is passed over."""
-        if start >= len(chain) or scope_of_key(chain[start]) != SHARED:
+        whose tokens do not make its pages' hashes, as where images stand for tokens, is passed over. `isolated`: in a
+        scope of an isolated class."""
+        if start >= len(chain) or isolated:
             return
-        before = chain[start - 1][-HASH_BYTES:] if start else b""
-        if page_hash(before, _tokens_of(req, start, 1, self._block_tokens)) != chain[start][-HASH_BYTES:]:
+        labels, page, is_shared = labels_of(req), self._block_tokens, scope_of_key(chain[start]) == SHARED
+        if labels is None or is_shared != (labels == Labels()) or not self._page_names.are_distinct(labels):
             return
+        seed = storage_namespace_seed(labels.extra_key, labels.salt)
+        before = chain[start - 1][-HASH_BYTES:] if start else b"" if seed is None else bytes.fromhex(seed)
+        if page_hashes(before, _tokens_of(req, start, 1, page), page) != [chain[start][-HASH_BYTES:]]:
+            return
+        if not is_shared:
+            known = self._page_names.known(chain)
+            rest = len(chain) - known
+            parent = chain[known - 1] if known else None
+            self._learn_names(chain[known:], parent, _tokens_of(req, known, rest, page), labels)
 
         def passage(keys: list[BlockKey], first: int) -> Passage:
-            parent = chain[first - 1][-HASH_BYTES:] if first else None
-            return Passage(keys, parent, _tokens_of(req, first, len(keys), self._block_tokens), [None] * len(keys))
+            return Passage(
+                keys,
+                chain[first - 1][-HASH_BYTES:] if first else None,
+                _tokens_of(req, first, len(keys), page),
+                [None if labels.adapter is None else (labels.adapter,)] * len(keys),
+                labels.salt,
+                None if labels.adapter is None else (0, labels.adapter),
+                labels.extra_key,
+            )
 
         self._remember(chain, start, passage, getattr(req, "session_id", None), lasting)
 
+    def clear(self) -> None:
+        super().clear()
+        self._page_names.clear()
+
+    def _take_own(self) -> list[Any]:
+        out, self._forgotten = self._forgotten, []
+        return out
+
+    def _hear(self, passage: Passage) -> None:
+        scope, labels = scope_of_key(passage.keys[0]), _labels_of_passage(passage)
+        if scope != SHARED and self._page_names.are_distinct(labels):
+            parent = None if passage.parent is None else BlockKey(scope + passage.parent)
+            self._learn_names(passage.keys, parent, passage.tokens, labels)
+
+    def _learn_names(
+        self, keys: Sequence[BlockKey], parent: BlockKey | None, tokens: Sequence[int], labels: Labels
+    ) -> None:
+        forgotten = self._page_names.learn(keys, parent, tokens, labels) if keys else []
+        for tier, told in self._told_of.items():
+            if names := [name for key, name in forgotten if key in told]:
+                told.difference_update(key for key, _ in forgotten)
+                self._forgotten.append(BlockRemoved(block_hashes=names, medium=MEDIA[tier]))
+
     def _announced(self, keys: Sequence[BlockKey]) -> Sequence[BlockKey]:
-        return [key for key in keys if key.startswith(SHARED)]
+        return [key for key in keys if key.startswith(SHARED) or key in self._page_names]
 
     def _names(self, keys: Sequence[BlockKey]) -> list[int]:
+        if not all(key.startswith(SHARED) for key in keys):
+            return [name_of_hash(key[SCOPE_BYTES:]) if key.startswith(SHARED) else self._page_names[key] for key in keys]
         place, step = SCOPE_BYTES // _NAME.itemsize, KEY_BYTES // _NAME.itemsize
         names: list[int] = np.frombuffer(b"".join(keys), _NAME)[place::step].tolist()
         return names
 
     def _made_of(self, run: KnownRun, first: int, stop: int, tier: str) -> Any:
-        parent = run.passage.parent
-        before = run.names[first - 1] if first else None if parent is None else int(np.frombuffer(parent, _NAME)[0])
+        passage = run.passage
+        scope, parent = scope_of_key(passage.keys[0]), passage.keys[first - 1] if first else None
+        if parent is None and passage.parent is not None:
+            parent = BlockKey(scope + passage.parent)
+        if scope == SHARED:
+            names = self._names_of(run, first, stop)
+        elif parent is None or parent in self._page_names:
+            names = self._names(passage.keys[first:stop])
+            self._told_of[tier].update(passage.keys[first:stop])
+        else:
+            return None
         return BlockStored(
-            block_hashes=run.names[first:stop],
-            parent_block_hash=before,
-            token_ids=list(run.passage.tokens_of(first, stop)),
+            block_hashes=names,
+            parent_block_hash=None if parent is None else self._names([parent])[0],
+            token_ids=list(passage.tokens_of(first, stop)),
             block_size=self._block_tokens,
             lora_id=None,
             medium=MEDIA[tier],
+            cache_salt=passage.salt,
             session_id=run.session,
+            lora_name=None if passage.adapter is None else passage.adapter[1],
         )
 
-    def _removed(self, names: list[Any], tier: str) -> Any:
-        return BlockRemoved(block_hashes=names, medium=MEDIA[tier])
+    def _removed(self, keys: Sequence[BlockKey], tier: str) -> Any:
+        self._told_of[tier].difference_update(keys)
+        return BlockRemoved(block_hashes=self._names(keys), medium=MEDIA[tier])
 
     def _all_cleared(self) -> Any:
+        for told in self._told_of.values():
+            told.clear()
+        self._forgotten.clear()
         return AllBlocksCleared()
+
+
+def _labels_of_passage(passage: Passage) -> Labels:
+    return Labels(passage.salt, passage.extra_key, None if passage.adapter is None else passage.adapter[1])

@@ -42,7 +42,7 @@ from kvtier.connectors.rotation import Rotation
 from kvtier.connectors.settings import Settings, flag, port, recompute
 from kvtier.connectors.sglang import adapters
 from kvtier.connectors.sglang.copies import PageCopies
-from kvtier.connectors.sglang.events import PageEvents, publishes
+from kvtier.connectors.sglang.events import PageEvents, is_dynamo, publishes
 from kvtier.connectors.sglang.hooks import LinkerListener, install
 from kvtier.connectors.sglang.identity import Ranks, namespace_of, process_number
 from kvtier.connectors.sglang.loads import PageLoads, WantedPages
@@ -103,7 +103,9 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         self._lost = 0  # offloads that are answered as failed, before all others
         self._events: Counter[str] = Counter()
         tiers = self._settings.own.get("event_tiers", TIERS)
-        self._kv_events = PageEvents(self._pool.page, tiers=tiers) if publishes(server_args) else None
+        self._kv_events: PageEvents | None = None
+        if publishes(server_args):
+            self._kv_events = PageEvents(self._pool.page, tiers=tiers, dynamo=is_dynamo(server_args))
         self._announcers: dict[int, Announcer] = {}  # by cache
         self._rotation = Rotation(self._settings.config, namespace, self._open, self._close)
         self._rotation.open()
@@ -339,7 +341,8 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         """Know what these blocks of a request hold, for events of them."""
         if self._kv_events is not None and control is not None:
             lasts = control.store and control.chain_terms(self._pool.page).ceiling >= Depth.G3
-            self._kv_events.remember(req, chain, start, lasting=len(chain) if lasts else 0)
+            isolated = bool(control.request.isolated)
+            self._kv_events.remember(req, chain, start, lasting=len(chain) if lasts else 0, isolated=isolated)
 
     @falls_back_to([])
     def kv_events(self) -> list[Any]:

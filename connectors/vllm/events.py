@@ -85,7 +85,7 @@ class KVEvents(BlockEvents):
         lora_id, lora_name = passage.adapter or (None, None)
         return _made(
             BlockStored,
-            block_hashes=run.names[first:stop],
+            block_hashes=self._names_of(run, first, stop),
             parent_block_hash=None if parent is None else maybe_convert_block_hash(parent),
             token_ids=passage.tokens_of(first, stop),
             block_size=self._block_tokens,
@@ -97,8 +97,8 @@ class KVEvents(BlockEvents):
             **_where(tier),
         )
 
-    def _removed(self, names: list[Any], tier: str) -> Any:
-        return _made(BlockRemoved, block_hashes=names, **_where(tier))
+    def _removed(self, keys: Sequence[BlockKey], tier: str) -> Any:
+        return _made(BlockRemoved, block_hashes=self._names(keys), **_where(tier))
 
     def _all_cleared(self) -> Any:
         return AllBlocksCleared()

@@ -25,7 +25,8 @@ def passage_of(blocks: int, vocabulary: int = 1 << 18, seed: int = 0, scope: Sco
 
 def fields_of(passage: Passage) -> tuple[object, ...]:
     return (
-        passage.keys, passage.parent, list(passage.tokens), list(passage.extra_keys), passage.salt, passage.adapter
+        passage.keys, passage.parent, list(passage.tokens), list(passage.extra_keys), passage.salt, passage.adapter,
+        passage.extra_key,
     )  # fmt: skip
 
 
@@ -35,6 +36,7 @@ ALL = [
     passage_of(5, 129_280, 1, scope_of("tenant"), salt="tenant", extra_keys=[("tenant",), *[None] * 4]),
     passage_of(3, 5, 2, scope_of(None, b"tuned"), adapter=(7, "tuned"), extra_keys=[("tuned",)] * 3),
     passage_of(3, 5, 3, adapter=(7, "tuned"), extra_keys=[("tuned",), None, ("tuned", ("image", "a" * 64, -3))]),
+    passage_of(3, 5, 4, scope_of(None, b"kind"), extra_key="kind"),
 ]
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -17,51 +17,189 @@ from tests.connectors.sglang.support.linker_bench import PAGE
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
-def pages_of(tokens: list[int]) -> list[str]:
+ADAPTER, PUBLIC = "0123456789abcdef" * 2, "tuned"
+
+
+class Labels(NamedTuple):
+    """As a request has them: an adapter's id ends the extra key."""
+
+    salt: str | None = None
+    extra_key: str | None = None
+    lora_id: str | None = None
+
+
+NONE = Labels()
+LABELS = {
+    "none": NONE,
+    "salt": Labels("tenant"),
+    "extra key": Labels(None, "kind"),
+    "both": Labels("tenant", "kind"),
+    "adapter": Labels(None, ADAPTER, ADAPTER),
+    "all": Labels("tenant", "kind" + ADAPTER, ADAPTER),
+}
+
+
+def pages_of(tokens: list[int], labels: Labels = NONE) -> list[str]:
     """The hashes of a prompt's whole pages, as SGLang's tree has them."""
-    from kvtier.connectors.sglang.events import page_hash
+    from kvtier.connectors.sglang.page_names import page_hashes
+    from sglang.srt.mem_cache.utils import storage_namespace_seed
 
-    out, before = list[str](), b""
-    for start in range(0, len(tokens) // PAGE * PAGE, PAGE):
-        before = page_hash(before, tokens[start : start + PAGE])
-        out.append(before.hex())
-    return out
+    seed = storage_namespace_seed(labels.extra_key, labels.salt)
+    return [name.hex() for name in page_hashes(bytes.fromhex(seed or ""), tokens, PAGE)]
 
 
-def request(tokens: list[int], output: tuple[int, ...] = (), **asked: Any) -> Any:
+def request(tokens: list[int], output: tuple[int, ...] = (), labels: Labels = NONE, **asked: Any) -> Any:
     params = SimpleNamespace(custom_params={"kvtier": asked} if asked else None)
     return SimpleNamespace(
-        rid="r", cache_salt=None, extra_key=None, sampling_params=params, origin_input_ids=tokens,
-        output_ids=list(output), session_id=None,
+        rid="r", cache_salt=labels.salt, extra_key=labels.extra_key, lora_id=labels.lora_id, sampling_params=params,
+        origin_input_ids=tokens, output_ids=list(output), session_id=None,
     )  # fmt: skip
 
 
 TOKENS = list(range(7, 7 + 6 * PAGE + 3))
 
 
+@pytest.fixture
+def public_adapter(monkeypatch: pytest.MonkeyPatch, on_cpu: None) -> None:
+    from kvtier.connectors.sglang import adapters
+
+    monkeypatch.setitem(adapters._loaded, ADAPTER, "files")
+    monkeypatch.setitem(adapters._public, ADAPTER, PUBLIC)
+
+
 def chain_of_pages(pages: list[str], scope: Scope = SHARED) -> list[BlockKey]:
     return make_keys(scope, [bytes.fromhex(page) for page in pages])
 
 
-def trees_own(first: int, stop: int, medium: Any) -> Any:
+def trees_own(
+    first: int, stop: int, medium: Any, labels: Labels = NONE, *, gone: bool = False, dynamo: bool = False
+) -> Any:
     """The event that SGLang's recorder makes of these pages."""
-    from sglang.srt.mem_cache.events import KVCacheEventRecorder
+    from sglang.srt.mem_cache.events import KvEventLoraNames, KVCacheEventRecorder
 
     class Key:
-        extra_key = cache_salt = None
-        is_bigram = False
-        token_ids = TOKENS[first * PAGE : stop * PAGE]
+        extra_key, cache_salt, is_bigram = labels.extra_key, labels.salt, False
+
+        def __init__(self, first: int, stop: int) -> None:
+            self.token_ids = TOKENS[first * PAGE : stop * PAGE]
 
         def __len__(self) -> int:
             return len(self.token_ids)
 
-    root = SimpleNamespace(parent=None, hash_value=[])
-    pages = pages_of(TOKENS)
-    before = root if not first else SimpleNamespace(parent=root, hash_value=pages[:first])
-    recorder = KVCacheEventRecorder(enabled=True, page_size=PAGE)
-    recorder.record_store(SimpleNamespace(key=Key(), hash_value=pages[first:stop], parent=before), medium)
+        def __iter__(self) -> Iterator[int]:
+            return iter(self.token_ids)
+
+    def node(first: int, stop: int, parent: Any) -> Any:
+        hashes = pages_of(TOKENS, labels)[first:stop]
+        return SimpleNamespace(key=Key(first, stop), hash_value=hashes, event_hash_value=None, parent=parent)
+
+    names = KvEventLoraNames()
+    names.register(request(TOKENS, labels=labels), PUBLIC)
+    recorder = KVCacheEventRecorder(enabled=True, page_size=PAGE, dynamo_format=dynamo, lora_names=names)
+    before = root = node(0, 0, None)
+    if first:
+        before = node(0, first, root)
+        recorder.record_store(before)
+        recorder.take()
+    (recorder.record_remove if gone else recorder.record_store)(node(first, stop, before), medium)
     (event,) = recorder.take()
     return event
+
+
+DISTINCT = [(name, dynamo) for name in LABELS for dynamo in (False, True) if dynamo or name not in ("extra key", "both")]
+
+
+@pytest.mark.parametrize(("name", "dynamo"), DISTINCT)
+@pytest.mark.usefixtures("public_adapter")
+def test_events_of_labelled_requests_are_the_trees_own_but_for_the_medium(name: str, dynamo: bool) -> None:
+    from kvtier.connectors.sglang.events import MEDIA, PageEvents
+
+    labels = LABELS[name]
+    events = PageEvents(PAGE, tiers=("g2", "g3", "g4"), dynamo=dynamo)
+    chain = chain_of_pages(pages_of(TOKENS, labels), SHARED if labels == NONE else scope_of("one", b"two"))
+    events.remember(request(TOKENS, labels=labels), chain[:2], 0)
+    events.remember(request(TOKENS[: 5 * PAGE], (*TOKENS[5 * PAGE :], 4), labels), chain, 2)
+    for tier, medium in MEDIA.items():
+        for first, stop in ((0, 2), (2, 6), (3, 4)):
+            events.events.of(tier)(chain[first:stop], True)
+            assert list(events.take()) == [trees_own(first, stop, medium, labels, dynamo=dynamo)]
+        events.events.of(tier)(chain[1:3], False)
+        assert list(events.take()) == [trees_own(1, 3, medium, labels, gone=True, dynamo=dynamo)]
+
+
+@pytest.mark.parametrize("name", ["extra key", "both", "adapter"])
+def test_blocks_that_share_names_with_others_are_not_told_of(name: str) -> None:
+    """Of extra keys in the default format, and of an adapter that no event could name."""
+    from kvtier.connectors.sglang.events import PageEvents
+
+    events, labels = PageEvents(PAGE), LABELS[name]
+    chain = chain_of_pages(pages_of(TOKENS, labels), scope_of("one"))
+    events.remember(request(TOKENS, labels=labels), chain, 0)
+    events.events.of("g2")(chain, True)
+    events.events.of("g2")(chain, False)
+    assert list(events.take()) == []
+
+
+def test_a_name_that_is_forgotten_is_taken_back_first() -> None:
+    """Its removal could not be told of any more."""
+    from sglang.srt.disaggregation.kv_events import BlockStored
+
+    from kvtier.connectors.sglang.events import PageEvents
+
+    def stored(tenant: str) -> list[BlockKey]:
+        chain = chain_of_pages(pages_of(TOKENS, Labels(tenant)), scope_of(tenant))
+        events.remember(request(TOKENS, labels=Labels(tenant)), chain, 0)
+        for tier in ("g2", "g3"):
+            events.events.of(tier)(chain, True)
+        return chain
+
+    def listen() -> int:
+        """A router's book; a block that is taken back was announced."""
+        for event in events.take():
+            for name in event.block_hashes:
+                if isinstance(event, BlockStored):
+                    book.add((event.medium, name))
+                else:
+                    book.remove((event.medium, name))
+        return len(book)
+
+    events, book, chains = PageEvents(PAGE, known_max=24), set[tuple[str, int]](), list[list[BlockKey]]()
+    for number in range(12):
+        chains.append(stored(f"tenant {number}"))
+        assert 2 * min(6 * (number + 1), 12) <= listen() <= 2 * 24
+    for chain in chains:
+        for tier in ("g2", "g3"):
+            events.events.of(tier)(chain, False)
+    assert listen() == 0
+
+
+@pytest.mark.parametrize("name", ["salt", "adapter", "all"])
+@pytest.mark.usefixtures("public_adapter")
+def test_a_linker_tells_of_labelled_requests_and_of_an_earlier_linkers(
+    name: str, bench: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvtier.connectors.sglang import linker as module
+    from kvtier.connectors.sglang.events import MEDIA
+
+    monkeypatch.setattr(module, "publishes", lambda _: True)
+    labels, b = LABELS[name], bench()
+    pages = pages_of(TOKENS, labels)
+    for first, stop in ((0, 2), (2, 6)):
+        b.linker.offloads_for(request(TOKENS, labels=labels))
+        b.linker.before_offload(pages[:first])
+        assert b.linker.offload(b.transfer(pages[first:stop], list(range(first, stop))))
+    b.settle()
+    b.linker._pages.cache.flush()
+    told = events_in_time(b.linker, 4)
+    assert {event.medium for event in told} == set(MEDIA.values()) - {MEDIA["g4"]}
+    (announcer,) = b.linker._announcers.values()
+    b.linker._pages.cache.submit(announcer.write()).result(20)
+    b.linker.close()
+    again = bench()
+    assert events_in_time(again.linker, 1) == [trees_own(0, 6, MEDIA["g3"], labels)], "before any request for it"
+    again.linker._pages.cache.purge(labels.salt)
+    names = [name for event in events_in_time(again.linker, 1) for name in event.block_hashes]
+    assert set(names) == set(trees_own(0, 6, MEDIA["g3"], labels, gone=True).block_hashes)
 
 
 def test_an_event_is_the_trees_own_but_for_the_medium() -> None:

@@ -370,7 +370,7 @@ def _seal_content_page(raw: bytes) -> bytes:
 def _passages() -> list[bytes]:
     page, keys, tokens = ContentPage(), make_keys(SHARED, [bytes([n]) * 32 for n in range(3)]), list(range(12))
     page.add(Passage(keys, None, tokens, [None] * 3))
-    page.add(Passage(keys, bytes(32), tokens, [("image", 3), None, ("a",)], "salt", (7, "a")))
+    page.add(Passage(keys, bytes(32), tokens, [("image", 3), None, ("a",)], "salt", (7, "a"), "key"))
     return page.parts
 
 
