@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from kvtier.config import Config
 from kvtier.errors import InvalidRequest
 from kvtier.identity.keys import Scope, scope_of
-from kvtier.retention.hints import KEYS, NO_HINTS, Hints, read_hints
+from kvtier.retention.hints import KEYS, NO_HINTS, SESSION_CHARS_MAX, Hints, read_hints
 from kvtier.retention.ranges import ChainTerms, RequestTerms, TokenRange, request_terms
 from kvtier.retention.terms import Depth, Terms
 from kvtier.units import parse_duration, shorten
@@ -28,6 +30,36 @@ _ID_CHARS_MAX = 256
 VALUES_MAX, CHARS_MAX, INT_BITS_MAX = 2048, 1024, 64
 """Of one request's parameters: values in all, characters of a text, bits of a number. They are read on the scheduler's
 thread, so more is refused unread."""
+
+
+_PARAMETERS_MAX = 64  # more than there are; so no large mapping is copied
+
+
+def gathered(params: object, envelope: object, session: object) -> object:
+    """A request's `kvtier` parameter, with the hints beside it in `params`, the engine's own `envelope` of hints and
+    the engine's name of the `session`; None for none of them. Pure; looks at no more values than `Controls.parse`."""
+    given = params if isinstance(params, Mapping) else {}
+    own, hints = given.get("kvtier"), {key: given[key] for key in KEYS if key in given}
+    if envelope is not None:
+        hints["kv_hints"] = _shallow(envelope)
+    beside: dict[str, Any] = {"hints": hints} if hints else {}
+    if isinstance(session, str):
+        beside["session"] = session[:SESSION_CHARS_MAX]
+    if not beside or not (own is None or (isinstance(own, Mapping) and len(own) <= _PARAMETERS_MAX)):
+        return own  # where it is no mapping, or too large a one, that is a fault that its reader names
+    return {**beside, **(own or {})}
+
+
+def _shallow(envelope: object) -> object:
+    """vLLM's or SGLang's envelope as mappings, but for what lies in payloads: that is JSON."""
+    if not isinstance(envelope, msgspec.Struct):
+        return envelope
+    fields = msgspec.structs.asdict(envelope)
+    actions = fields.get("actions")
+    if isinstance(actions, list | tuple):
+        some = actions[: VALUES_MAX + 1]
+        fields["actions"] = [msgspec.structs.asdict(one) if isinstance(one, msgspec.Struct) else one for one in some]
+    return fields
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvtier.identity.keys import BlockKey, Scope
+from kvtier.manager.slices import slices
 from kvtier.retention.pins import Pin
 from kvtier.times import Wall
 
@@ -123,11 +124,13 @@ class HintShares:
         known = held.pins.pop(name, None)
         held.drop(() if known is None else known.chain)
 
-    def expire(self, now: Wall) -> None:
-        """Forget what is over. O(all that is held)."""
+    def expire(self, now: Wall) -> Iterator[None]:
+        """Forget what is over. O(all that is held): pauses after each slice, and others may change it meanwhile."""
         for tenant, held in list(self._of.items()):
-            self.release(tenant, [key for key, until in held.kept.items() if until <= now])
+            for part in slices(list(held.kept)):
+                self.release(tenant, [key for key in part if held.kept.get(key, _NEVER) <= now])
+                yield
             for name in [name for name, pin in held.pins.items() if pin.until <= now]:
                 self.unpin(tenant, name)
-            if not held.holders:
+            if not held.holders and self._of.get(tenant) is held:
                 del self._of[tenant]

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -51,7 +52,7 @@ class HintExecutor:
         self._block_tokens = block_tokens
         self._share = share
         self.shares = HintShares()
-        self._fetching: set[Scope] = set()  # tenants
+        self._moving: dict[Scope, int] = {}  # blocks by tenant
         self._expired_at = Wall(0.0)
 
     @property
@@ -61,35 +62,41 @@ class HintExecutor:
 
     @property
     def fetching(self) -> bool:
-        """Whether a prefetch is under way."""
-        return bool(self._fetching)
+        """Whether a prefetch or a demotion is under way."""
+        return bool(self._moving)
 
     async def carry_out(
         self, scope: Scope, hints: Hints, prompt: Sequence[BlockKey], sessions: Mapping[str, Branches]
     ) -> list[HintAnswer]:
         """Answers in the order of the actions, after those of the reader. `sessions`: the branches of those that are
         named, of the sender's scope."""
-        answers = list(hints.answers)
-        now = self._now()
+        answers, moved = list(hints.answers), dict[Prefetch | Demote, HintAnswer]()
+        now = self._manager.hierarchy.now().stamp
+        await self._expire(now)
         keeps = [action for action in hints.actions if isinstance(action.verb, Keep)]
         self._find_pins(tenant_of(scope))
         kept = await self._keep(scope, keeps, prompt, now) if keeps else {}
         for action in hints.actions:
+            verb, answer = action.verb, kept.get(id(action))
+            if isinstance(verb, Prefetch | Demote) and (done := moved.get(verb)) is not None:
+                answer = replace(done, action=action.id)  # it was asked for before
             try:
-                answers.append(kept.get(id(action)) or await self._one(scope, action, prompt, sessions, now))
+                answer = answer or await self._one(scope, action, prompt, sessions, now)
             except KVTierError as error:
                 log.debug("a hint is rejected: %s", error)
-                answers.append(_said(action, "rejected", "the cache cannot do it now"))
+                answer = _said(action, "rejected", "the cache cannot do it now")
+            if isinstance(verb, Prefetch | Demote):
+                moved[verb] = answer
+            answers.append(answer)
         with self._manager.lock:
             self._manager.accounts.hints.update(answer.outcome for answer in answers)
         return answers
 
-    def _now(self) -> Wall:
-        now = self._manager.hierarchy.now().stamp
+    async def _expire(self, now: Wall) -> None:
         if abs(now - self._expired_at) > _EXPIRE_S:
-            self.shares.expire(now)
             self._expired_at = now
-        return now
+            for _ in self.shares.expire(now):
+                await asyncio.sleep(0)
 
     async def _one(
         self,
@@ -120,8 +127,7 @@ class HintExecutor:
                 await asyncio.sleep(0)
             return _said(action)
         assert isinstance(verb, Demote)
-        given_up = await self._manager.hierarchy.give_up_copies(chain, self._manager.protection.wanted)
-        return _said(action) if given_up else _said(action, "ignored", "no deeper tier has its blocks")
+        return await self._demote(scope, action, chain)
 
     # ── keeping ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -228,13 +234,14 @@ class HintExecutor:
     # ── moving ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _prefetch(self, scope: Scope, action: Action, chain: Sequence[BlockKey]) -> HintAnswer:
-        tenant = tenant_of(scope)
-        if tenant in self._fetching:
-            return _said(action, "deferred", "another prefetch of this tenant is under way: ask again")
-        wanted = chain[: self.limit]
+        tenant, wanted = tenant_of(scope), chain[: self.limit]
+        if tenant in self._moving:
+            return _said(action, "deferred", _UNDER_WAY)
         if not wanted:
             return _said(action, "rejected", "the share of the tenant is empty")
-        self._fetching.add(tenant)
+        if sum(self._moving.values()) + len(wanted) > self._manager.protection.budget:
+            return _said(action, "deferred", "prefetches of others are under way: ask again")
+        self._moving[tenant] = len(wanted)
         self._manager.hierarchy.supervisor.spawn(self._fetch(tenant, wanted))
         if len(wanted) < len(chain):
             return _said(action, "clipped", f"the first {len(wanted)} of {len(chain)} blocks")
@@ -247,7 +254,21 @@ class HintExecutor:
         except KVTierError as error:
             log.debug("a prefetch ended: %s", error)
         finally:
-            self._fetching.discard(tenant)
+            self._moving.pop(tenant, None)
+
+    async def _demote(self, scope: Scope, action: Action, chain: Sequence[BlockKey]) -> HintAnswer:
+        tenant = tenant_of(scope)
+        if tenant in self._moving:
+            return _said(action, "deferred", _UNDER_WAY)
+        self._moving[tenant] = 0  # it takes no room
+        try:
+            given_up = await self._manager.hierarchy.give_up_copies(chain, self._manager.protection.wanted)
+        finally:
+            self._moving.pop(tenant, None)
+        return _said(action) if given_up else _said(action, "ignored", "no deeper tier has its blocks")
+
+
+_UNDER_WAY = "another move of this tenant's blocks is under way: ask again"
 
 
 def pin_name(scope: Scope, name: str) -> str:

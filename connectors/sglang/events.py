@@ -136,8 +136,9 @@ class PageEvents(BlockEvents):
         return [key for key in keys if key.startswith(SHARED) or key in self._page_names]
 
     def _names(self, keys: Sequence[BlockKey]) -> list[int]:
+        own = self._page_names
         if not all(key.startswith(SHARED) for key in keys):
-            return [name_of_hash(key[SCOPE_BYTES:]) if key.startswith(SHARED) else self._page_names[key] for key in keys]
+            return [name_of_hash(key[SCOPE_BYTES:]) if key.startswith(SHARED) else own[key] for key in keys]
         place, step = SCOPE_BYTES // _NAME.itemsize, KEY_BYTES // _NAME.itemsize
         names: list[int] = np.frombuffer(b"".join(keys), _NAME)[place::step].tolist()
         return names

@@ -14,7 +14,7 @@ from typing import Any
 from kvtier.cache import Cache
 from kvtier.clock import SystemClock
 from kvtier.config import Config
-from kvtier.connectors.control import Control, Controls, Scopes
+from kvtier.connectors.control import Control, Controls, Scopes, gathered
 from kvtier.connectors.counters import tokens_by_tier
 from kvtier.connectors.feedback import Feedback, Wishes
 from kvtier.connectors.identity import engine_keys
@@ -108,7 +108,8 @@ class QueuedRequests:
         if (config := self._current()) is not self._config:
             self._controls, self._config = Controls(config), config
         custom = getattr(getattr(req, "sampling_params", None), "custom_params", None)
-        control = self._controls.parse(custom.get(_NAME) if isinstance(custom, dict) else None)
+        raw = gathered(custom, getattr(req, "kv_hints", None), getattr(req, "session_id", None))
+        control = self._controls.parse(raw)
         # SGLang folds an adapter's id into the extra key, which seeds the page hashes; both also name the scope.
         adapter = (req.extra_key or "").encode(errors="surrogatepass")
         if (number := getattr(req, "lora_id", None)) is not None:

@@ -13,13 +13,10 @@ from itertools import islice
 from string import hexdigits
 from typing import Any
 
-import msgspec
-
+from kvtier.connectors.control import gathered
 from kvtier.connectors.fallback import or_fallback
 from kvtier.identity.hashing import HASH_BYTES
 from kvtier.identity.keys import BlockKey
-from kvtier.retention.hints import KEYS as HINTS
-from kvtier.retention.hints import SESSION_CHARS_MAX
 
 
 def going_on(output: Any) -> tuple[Sequence[str], Sequence[Any], Sequence[int]]:
@@ -133,22 +130,10 @@ def unwanted(request: Any) -> bool:
     return bool(getattr(request, "skip_reading_prefix_cache", False))
 
 
-_PARAMETERS_MAX = 64  # more than there are; so no large mapping is copied
-
-
 def control_of(request: Any) -> object:
     """The request's `kvtier` parameter, with the hints and the session beside it; None for none."""
     params = getattr(request, "kv_transfer_params", None)
-    params = params if isinstance(params, Mapping) else {}
-    own, hints = params.get("kvtier"), {key: params[key] for key in HINTS if key in params}
-    if (envelope := getattr(request, "kv_hints", None)) is not None:
-        hints["kv_hints"] = msgspec.to_builtins(envelope)
-    beside: dict[str, Any] = {"hints": hints} if hints else {}
-    if isinstance(session := getattr(request, "session_id", None), str):
-        beside["session"] = session[:SESSION_CHARS_MAX]
-    if not beside or not (own is None or (isinstance(own, Mapping) and len(own) <= _PARAMETERS_MAX)):
-        return own  # where it is no mapping, or too large a one, that is a fault that its reader names
-    return {**beside, **(own or {})}
+    return gathered(params, getattr(request, "kv_hints", None), getattr(request, "session_id", None))
 
 
 def public_name(request: Any) -> str:

@@ -41,8 +41,9 @@ LABELS = {
 
 def pages_of(tokens: list[int], labels: Labels = NONE) -> list[str]:
     """The hashes of a prompt's whole pages, as SGLang's tree has them."""
-    from kvtier.connectors.sglang.page_names import page_hashes
     from sglang.srt.mem_cache.utils import storage_namespace_seed
+
+    from kvtier.connectors.sglang.page_names import page_hashes
 
     seed = storage_namespace_seed(labels.extra_key, labels.salt)
     return [name.hex() for name in page_hashes(bytes.fromhex(seed or ""), tokens, PAGE)]
@@ -75,7 +76,7 @@ def trees_own(
     first: int, stop: int, medium: Any, labels: Labels = NONE, *, gone: bool = False, dynamo: bool = False
 ) -> Any:
     """The event that SGLang's recorder makes of these pages."""
-    from sglang.srt.mem_cache.events import KvEventLoraNames, KVCacheEventRecorder
+    from sglang.srt.mem_cache.events import KVCacheEventRecorder, KvEventLoraNames
 
     class Key:
         extra_key, cache_salt, is_bigram = labels.extra_key, labels.salt, False
@@ -106,7 +107,8 @@ def trees_own(
     return event
 
 
-DISTINCT = [(name, dynamo) for name in LABELS for dynamo in (False, True) if dynamo or name not in ("extra key", "both")]
+AMBIGUOUS = ("extra key", "both")  # by the default format
+DISTINCT = [(name, dynamo) for name in LABELS for dynamo in (False, True) if dynamo or name not in AMBIGUOUS]
 
 
 @pytest.mark.parametrize(("name", "dynamo"), DISTINCT)
@@ -127,7 +129,7 @@ def test_events_of_labelled_requests_are_the_trees_own_but_for_the_medium(name: 
         assert list(events.take()) == [trees_own(1, 3, medium, labels, gone=True, dynamo=dynamo)]
 
 
-@pytest.mark.parametrize("name", ["extra key", "both", "adapter"])
+@pytest.mark.parametrize("name", [*AMBIGUOUS, "adapter"])
 def test_blocks_that_share_names_with_others_are_not_told_of(name: str) -> None:
     """Of extra keys in the default format, and of an adapter that no event could name."""
     from kvtier.connectors.sglang.events import PageEvents

@@ -242,3 +242,51 @@ def test_a_reload_holds_for_later_requests(bench: Any) -> None:
     b.linker._pages.cache.on_reload(raw)
     assert requests.control_of(b.req("s"))[0].terms.name == "5m" and b.linker._rotation.config is raw
     assert b.linker._pages.cache.source is None, "its configuration was no file"
+
+
+def test_hints_and_the_session_come_as_sglang_has_them(bench: Any) -> None:
+    """Its own envelope and session id, and other APIs' fields beside kvtier's parameters."""
+    action = {"action_type": "kv.pin", "action_version": "1.0", "payload": {"name": "manual", "ttl_seconds": 60}}
+    raw = {"protocol_version": "1.0", "message_id": "", "actions": [{"action_id": "a", **action}]}
+    b = bench()
+    from sglang.srt.managers.kv_hints import decode_kv_hints_envelope
+
+    requests, req = b.linker._requests, b.req("r")
+    req.kv_hints, req.session_id = decode_kv_hints_envelope(raw), "agent"
+    req.sampling_params = SimpleNamespace(custom_params={"cache_control": {"ttl": "1h"}, "kvtier": {"usage": True}})
+    control = requests.control_of(req)[0]
+    assert (control.session, control.terms.name, control.usage) == ("agent", "1h", True)
+    assert [one.verb.name for one in control.hints.actions] == ["manual"]
+    req.kv_hints = decode_kv_hints_envelope({**raw, "actions": [{"action_id": "a", **action}] * 5000})
+    control = requests.control_of(req)[0]
+    assert not (control.load or control.store), "more than are looked at"
+
+
+def test_a_sessions_hints_are_carried_out_and_answered(bench: Any) -> None:
+    b, keys = bench(), keys_of(4)
+    stored_below(b, keys)
+
+    def asked(rid: str, *actions: tuple[str, dict[str, Any]]) -> list[tuple[str, str]]:
+        hints = [
+            {"action_id": str(place), "action_type": kind, "action_version": "1.0", "payload": payload}
+            for place, (kind, payload) in enumerate(actions)
+        ]
+        req = b.req(rid)
+        req.session_id, req.customized_info, req.origin_input_ids = "agent", None, [1] * 4 * PAGE
+        req.kv_hints = {"protocol_version": "1.0", "message_id": "", "actions": hints} if hints else None
+        b.linker.before_lookup(req, list, b.vote)
+        b.linker.lookup(rid, b.transfer(keys))
+        wishes = b.linker._requests.of(rid).wishes
+        if wishes is not None:
+            wishes.result(10)
+        b.linker.admitted(req)
+        return [(one["kind"], one["outcome"]) for one in req.customized_info["kvtier"][0].get("hints", ())]
+
+    assert asked("first") == []
+    keep = {"directives": [{"priority": 80, "duration": 60}]}
+    assert asked("second", ("kv.prefetch", {"session_id": "agent"}), ("kv.retain", keep)) == [
+        ("kv.prefetch", "accepted"),
+        ("kv.retain", "accepted"),
+    ]
+    assert asked("third", ("kv.release", {"session_id": "agent"})) == [("kv.release", "accepted")]
+    assert asked("fourth", ("kv.release", {"session_id": "another"})) == [("kv.release", "rejected")]
