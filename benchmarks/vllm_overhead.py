@@ -82,10 +82,15 @@ def main() -> None:
 
 @contextmanager
 def engine(
-    name: str, tiers: dict[str, Any], budget: int, executor: str = "uni", publishes: Sequence[str] | None = None
+    name: str,
+    tiers: dict[str, Any],
+    budget: int,
+    executor: str = "uni",
+    publishes: Sequence[str] | None = None,
+    mode: str = "auto",
 ) -> Iterator[Any]:
     """A vLLM engine inside this process with a random model; the forward too, unless `executor` is mp. `publishes`: KV
-    events, with those of these tiers of kvtier's; None: no events."""
+    events, with those of these tiers of kvtier's; None: no events. `mode`: of offloads."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from vllm import LLM
@@ -108,7 +113,7 @@ def engine(
                 "kv_connector": "KVTierConnector", "kv_connector_module_path": "kvtier.connectors.vllm",
                 "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {
-                    "kvtier_config": {"tiers": tiers, "offload": {"dirty_max_age": "1s"}}, "model": name,
+                    "kvtier_config": {"tiers": tiers, "offload": {"mode": mode, "dirty_max_age": "1s"}}, "model": name,
                     **({} if publishes is None else {"event_tiers": list(publishes)}),
                 },
             },

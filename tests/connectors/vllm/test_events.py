@@ -75,6 +75,50 @@ def test_g4_is_announced_where_it_is_asked_for() -> None:
             tiers_announced(wrong)
 
 
+def placed(event: Any) -> dict[str, Any]:
+    """An event as llm-d's decoder documents the array of a release that sends such: by places; later ones are passed
+    over, a hash is a number or its last eight bytes, and the tier is the medium in lower case."""
+    row = msgspec.msgpack.decode(msgspec.msgpack.encode([type(event).__name__, *msgspec.structs.astuple(event)]))
+    if row[0] == "AllBlocksCleared":
+        return {"tag": row[0]}
+    places = {"tag": 0, "hashes": 1, "tier": 2}
+    if row[0] == "BlockStored":
+        places = {"tag": 0, "hashes": 1, "parent": 2, "tokens": 3, "size": 4, "lora_id": 5, "tier": 6, "lora_name": 7}
+    out = {name: row[place] for name, place in places.items()}
+
+    def number(name: int | bytes) -> int:
+        return name if isinstance(name, int) else int.from_bytes(name[-8:], "big")
+
+    parent = out.get("parent")
+    out |= {"hashes": [number(name) for name in out["hashes"]], "tier": out["tier"].lower()}
+    return out if parent is None else {**out, "parent": number(parent)}
+
+
+@pytest.mark.parametrize("numbers", ["0", "1"])
+def test_as_arrays_events_have_their_fields_where_llm_d_reads_them(
+    numbers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", numbers)
+    request, _ = engine_request(Kind.ADAPTER, tokens=4 * SIZE + 3, size=SIZE)
+    chain = make_keys(SHARED, [bytes(name) for name in request.block_hashes])
+    names = [int.from_bytes(key[-8:], "big") for key in chain]
+    events = KVEvents(SIZE)
+    events.remember(request, chain, 0)
+    for tier, medium in (("g2", "cpu"), ("g3", "storage")):
+        events.events.of(tier)(chain[1:3], True)
+        events.events.of(tier)(chain[1:2], False)
+        stored, removed = map(placed, events.take())
+        adapter = request.lora_request
+        assert stored == {
+            "tag": "BlockStored", "hashes": names[1:3], "parent": names[0], "size": SIZE, "tier": medium,
+            "tokens": list(request.all_token_ids[SIZE : 3 * SIZE]), "lora_id": adapter.lora_int_id,
+            "lora_name": adapter.lora_name,
+        }  # fmt: skip
+        assert removed == {"tag": "BlockRemoved", "hashes": names[1:2], "tier": medium}
+    events.clear()
+    assert list(map(placed, events.take())) == [{"tag": "AllBlocksCleared"}]
+
+
 @pytest.mark.parametrize("kind", Kind)
 def test_an_event_is_the_engines_own_but_for_the_medium(kind: Kind) -> None:
     """And for the salt: Dynamo loses it with the removal of the block before."""
