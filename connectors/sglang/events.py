@@ -118,8 +118,9 @@ class PageEvents(BlockEvents):
         return out
 
     def _hear(self, passage: Passage) -> None:
-        scope, labels = scope_of_key(passage.keys[0]), _labels_of_passage(passage)
-        if scope != SHARED and self._page_names.are_distinct(labels):
+        scope, labels, names = scope_of_key(passage.keys[0]), _labels_of_passage(passage), self._page_names
+        # The newest come first, and none of them is to be taken back for an older one.
+        if scope != SHARED and names.are_distinct(labels) and names.fits(len(passage.keys)):
             parent = None if passage.parent is None else BlockKey(scope + passage.parent)
             self._learn_names(passage.keys, parent, passage.tokens, labels)
 

@@ -77,6 +77,10 @@ class PageNames:
         """How many leading pages of a chain need not be learned again."""
         return len(list(takewhile(self._recent.__contains__, chain)))
 
+    def fits(self, pages: int) -> bool:
+        """Whether so many more can be learned and none is forgotten for them."""
+        return not (self._recent and self._older and 2 * (len(self._recent) + pages) > self._pages_max)
+
     def learn(
         self, keys: Sequence[BlockKey], parent: BlockKey | None, tokens: Sequence[int], labels: Labels
     ) -> list[tuple[BlockKey, int]]:

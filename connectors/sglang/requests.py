@@ -43,6 +43,7 @@ class QueuedRequest:
     scope: Scope | None = None
     promoted: Promoted = field(default_factory=Promoted)
     wishes: Wishes | None = None
+    begun: bool = False  # what its sender wishes
     waits: bool = False  # as of the last look-up
     decided: bool = False  # on every rank: waits no longer
     lease: Lease | None = None  # of its load
@@ -99,7 +100,8 @@ class QueuedRequests:
         hashes = [*head(), *tail]
         queued.chain = engine_keys(scope, [bytes.fromhex(page) for page in hashes])
         queued.start = len(hashes) - len(tail)
-        if queued.wishes is None:
+        if not queued.begun:
+            queued.begun = True
             queued.wishes = self._feedback.begin(cache, scope, control, queued.chain)
         return True
 

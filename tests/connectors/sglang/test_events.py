@@ -175,6 +175,23 @@ def test_a_name_that_is_forgotten_is_taken_back_first() -> None:
     assert listen() == 0
 
 
+def test_of_what_g3_kept_the_newest_prompts_stay_announced() -> None:
+    """Where there are more of them than names are remembered: they come first."""
+    from kvtier.connectors.contents import Passage
+    from kvtier.connectors.sglang.events import PageEvents
+
+    events, told = PageEvents(PAGE, known_max=24), list[Any]()
+    for number in range(12):
+        salt = f"tenant {number}"
+        chain = chain_of_pages(pages_of(TOKENS, Labels(salt)), scope_of(salt))
+        events._told.append(Passage(chain, None, TOKENS[: 6 * PAGE], [None] * 6, salt))
+        events.events.of("g3")(chain, True)
+        told += events.take()
+    assert [type(event).__name__ for event in told] == ["BlockStored"] * len(told)
+    assert [event.cache_salt for event in told] == [f"tenant {number}" for number in range(len(told))]
+    assert 2 <= len(told) <= 4
+
+
 @pytest.mark.parametrize("name", ["salt", "adapter", "all"])
 @pytest.mark.usefixtures("public_adapter")
 def test_a_linker_tells_of_labelled_requests_and_of_an_earlier_linkers(

@@ -290,3 +290,12 @@ def test_a_sessions_hints_are_carried_out_and_answered(bench: Any) -> None:
     ]
     assert asked("third", ("kv.release", {"session_id": "agent"})) == [("kv.release", "accepted")]
     assert asked("fourth", ("kv.release", {"session_id": "another"})) == [("kv.release", "rejected")]
+
+
+def test_a_hint_that_is_refused_counts_once_however_often_a_request_is_looked_up(bench: Any) -> None:
+    b, keys = bench(), keys_of(4)
+    req = b.req("r", hints={"kv_hints": "no envelope"})
+    for length in (2, 3, 4):
+        b.linker.before_lookup(req, list, b.vote)
+        b.linker.lookup("r", b.transfer(keys[:length]))
+    assert b.linker._pages.cache.stats()["requests"]["hints"] == {"rejected": 1}
