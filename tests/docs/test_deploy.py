@@ -71,6 +71,30 @@ def test_the_compose_file_is_one_by_its_specification() -> None:
             parsed(wrong)
 
 
+def test_the_router_hears_the_engine_where_it_publishes() -> None:
+    """The overlay is one by its specification, changes the engine's command by its events alone, and says of the
+    engine what that command says."""
+    import compose_spec as specification
+
+    text = (COMPOSE / "router.yaml").read_text()
+    given = dict(line.split("=", 1) for line in (COMPOSE / "example.env").read_text().split())
+    filled = re.sub(r"\$\{(\w+)[^}]*\}", lambda each: given[each[1]] or "x", text)
+    specification.PyCompose.from_yaml(filled).validate()
+    services = read(COMPOSE / "router.yaml")["services"]
+    plain = read(COMPOSE / "compose.yaml")["services"]["vllm"]["command"]
+    command = services["vllm"]["command"]
+    assert command[: len(plain)] == plain
+    more = dict(one.removeprefix("--").split("=", 1) for one in command[len(plain) :])
+    events = json.loads(more["kv-events-config"])
+    (data,) = [one.removeprefix("--data=") for one in services["register"]["command"] if one.startswith("--data=")]
+    engine = json.loads(data)
+    assert engine["block_size"] == int(more["block-size"]) and events["enable_kv_cache_events"] is True
+    ports = [events[name].rpartition(":")[2] for name in ("endpoint", "replay_endpoint")]
+    assert [engine["kv_events_endpoints"]["0"], engine["replay_endpoint"]] == [f"tcp://vllm:{port}" for port in ports]
+    assert services["register"]["command"][-1] == "http://selector:8092/workers"
+    assert set(services) - {"vllm"} == {"selector", "register"} and "--port 8092" in services["selector"]["command"][2]
+
+
 def test_prometheus_renames_the_engines_metrics_as_in_docs_monitoring() -> None:
     own, theirs = (
         [job["metric_relabel_configs"] for job in read(path)["scrape_configs"] if job["job_name"] == "engines"]
