@@ -116,17 +116,20 @@ class BlockEvents(ABC):
         """Remember what the blocks of a request's chain hold, from `start` on: `passage_of` those from some depth on.
         Only its `lasting` first may lie on a disk."""
         keys = list(chain[start:])
-        known = len(list(takewhile(self._recent.numbers.__contains__, keys)))
+        known, passage = len(list(takewhile(self._recent.numbers.__contains__, keys))), None
         if known < len(keys):
             new = keys[known:]
+            passage = passage_of(new, start + known)
             if 2 * (self._recent.blocks + len(new)) > self._known_max and self._recent.runs:
                 longest = 2 * self._recent.blocks > self._known_max
                 self._recent, self._older = _Known(), _Known() if longest else self._recent
-            self._recent.add(KnownRun(self._count, passage_of(new, start + known), session))
+            self._recent.add(KnownRun(self._count, passage, session))
             self._count += len(new)
         announcer, stop = self._announcer, min(lasting, len(chain))
         if announcer is not None and (first := announcer.described(chain, start, stop)) < stop:
-            announcer.note(passage_of(keys[first - start : stop - start], first))
+            if passage is None or (first, stop) != (start + known, len(chain)):  # mostly it is the one that is known
+                passage = passage_of(keys[first - start : stop - start], first)
+            announcer.note(passage)
 
     def clear(self) -> None:
         """The engine has new weights: no block reported until now can be found any more."""

@@ -524,6 +524,7 @@ ELSEWHERE = {
     "connectors.sglang.events": "keys of its own",
     "connectors.sglang.hicache": "hashes that SGLang hands over in its process",
     "connectors.sglang.linker": "hashes that SGLang hands over in its process",
+    "connectors.sglang.page_names": "hashes of its own",
     "connectors.sglang.requests": "hashes that SGLang hands over in its process",
     "connectors.transformers.chains": "memory of its own",
     "connectors.transformers.model": "a seed of its own",
