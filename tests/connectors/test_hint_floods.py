@@ -16,7 +16,7 @@ from kvtier.identity.keys import BlockKey, Scope, scope_of
 from kvtier.manager.slices import SLICE_BLOCKS
 from kvtier.retention.hints import ACTIONS_MAX, KEYS, NO_HINTS
 from kvtier.testing import chain_of, payloads_of
-from tests.connectors.test_hints import NS, PROMPTS, SIZE, TENANTS, TOKENS, World, action, keep
+from tests.connectors.test_hints import NS, PROMPTS, SIZE, TENANTS, TOKENS, World, action, hints, keep
 
 A, B, SHARED = TENANTS
 LAST = len(PROMPTS[A]) - 1
@@ -173,8 +173,11 @@ def test_hostile_requests_raise_nothing_and_touch_nobody_else(world: World) -> N
         actions = [hint() for _ in range(dice.randrange(4))]
         envelope = {"protocol_version": "1.0", "message_id": "", "actions": actions}
         raw = gathered(params if number % 9 else value(), envelope if number % 5 else value(), value())
-        if number % 3 == 0 and isinstance(raw, dict):  # mostly one odd parameter hides all others
-            raw = {"hints": {"kv_hints": envelope}, "session": "s"}
+        if number % 3 == 0:  # understood, and about what others have
+            name = dice.choice(b_names)
+            about = [action(f"kv.{verb}", name=name) for verb in ("release", "retain")]
+            about += [action("kv.pin", name=name, ttl_seconds=60), action("kv.demote"), keep(12 * TOKENS)]
+            raw = {"hints": hints(*about, *actions[:1]), "session": name}
         answer = world.ask(A, PROMPTS[A][number % 3], raw)
         outcomes.update(one["outcome"] for one in answer.get("hints", ()))
         json.dumps(answer)
