@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 
+from kvtier.connectors.control import gathered
 from kvtier.identity.keys import BlockKey, Scope, scope_of
 from kvtier.manager.slices import SLICE_BLOCKS
-from kvtier.retention.hints import ACTIONS_MAX, NO_HINTS
+from kvtier.retention.hints import ACTIONS_MAX, KEYS, NO_HINTS
 from kvtier.testing import chain_of, payloads_of
-from tests.connectors.test_hints import NS, PROMPTS, SIZE, TENANTS, TOKENS, World, action, keep
+from tests.connectors.test_hints import NS, PROMPTS, SIZE, TENANTS, TOKENS, World, action, hints, keep
 
 A, B, SHARED = TENANTS
 LAST = len(PROMPTS[A]) - 1
+FIELDS = ["name", "session_id", "ttl_seconds", "directives", "value", "start", "end", "priority", "duration", "actions"]
 
 
 @pytest.fixture
@@ -135,3 +139,52 @@ def test_looking_for_what_is_over_gives_others_their_turn(world: World) -> None:
     world.cache.submit(run()).result(20)
     assert executor.shares.kept(B, [BlockKey(B + bytes(32))]) == [], "they are forgotten"
     assert turns[0] >= 60
+
+
+def test_hostile_requests_raise_nothing_and_touch_nobody_else(world: World) -> None:
+    """Values of wrong kinds and sizes in every place, names of other tenants' sessions and pins among them."""
+    dice, b_names = random.Random(7), ["s", "manual", f"{B.hex()[:16]}/manual", "operators"]
+    world.outcomes(B, PROMPTS[B][1], keep(3 * TOKENS), action("kv.pin", name="manual", ttl_seconds=600))
+    world.ask(B, PROMPTS[B][1], {"session": "s"})
+    world.cache.pins.create("operators", PROMPTS[SHARED][0], 600)
+    before = {tenant: world.held(tenant) for tenant in (B, SHARED)}
+    odd = [None, True, -1, 1 << 70, -0.0, 1e308, float("nan"), float("inf"), "", "x" * 2000, "\ud800", b"x", {}, ()]
+    verbs = ["kv.retain", "kv.pin", "kv.release", "kv.prefetch", "kv.demote", "vllm.set_priority", "kv.fetch", ""]
+
+    def value(depth: int = 0) -> Any:
+        kind = dice.randrange(8)
+        if kind == 0 and depth < 3:
+            return {dice.choice([*FIELDS, "x", 1]): value(depth + 1) for _ in range(dice.randrange(4))}
+        if kind == 1 and depth < 3:
+            return [value(depth + 1) for _ in range(dice.choice([0, 1, 3]))]
+        if kind == 2:
+            return [0] * 3000
+        return dice.choice(b_names) if kind < 5 else dice.choice(odd)
+
+    def hint() -> Any:
+        payload = {name: value(2) for name in dice.sample(FIELDS, 3)}
+        one = {"action_id": value(2), "action_type": dice.choice(verbs), "action_version": "1.0", "payload": payload}
+        return one if dice.random() < 0.8 else value()
+
+    outcomes = set[str]()
+    for number in range(300):
+        params: Any = {name: value() for name in dice.sample(KEYS, 2)}
+        params["kvtier"] = {name: value() for name in dice.sample(["session", "pin", "hints", "ranges", "usage"], 2)}
+        actions = [hint() for _ in range(dice.randrange(4))]
+        envelope = {"protocol_version": "1.0", "message_id": "", "actions": actions}
+        raw = gathered(params if number % 9 else value(), envelope if number % 5 else value(), value())
+        if number % 3 == 0:  # understood, and about what others have
+            name = dice.choice(b_names)
+            about = [action(f"kv.{verb}", name=name) for verb in ("release", "retain")]
+            about += [action("kv.pin", name=name, ttl_seconds=60), action("kv.demote"), keep(12 * TOKENS)]
+            raw = {"hints": hints(*about, *actions[:1]), "session": name}
+        answer = world.ask(A, PROMPTS[A][number % 3], raw)
+        outcomes.update(one["outcome"] for one in answer.get("hints", ()))
+        json.dumps(answer)
+    assert {"accepted", "rejected", "ignored"} <= outcomes, "some were understood"
+    assert before == {tenant: world.held(tenant) for tenant in before}
+    assert len(world.held(A)) <= world.limit
+    pins = world.protection.pins
+    assert pins.get("operators") is not None and pins.get(f"{B.hex()[:16]}/manual") is not None
+    assert world.feedback._sessions.latest(B, "s") == tuple(PROMPTS[B][1])
+    world.cache.manager.check()
