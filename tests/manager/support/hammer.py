@@ -32,6 +32,7 @@ from kvtier.identity.keys import BlockKey, Scope, make_keys, scope_of
 from kvtier.testing.short_slices import slices_of
 from tests.manager.support.hammer_faces import CACHES, Face, TasksFace, ThreadsFace, at_once
 from tests.manager.support.hammer_model import Model, bytes_of
+from tests.manager.support.hammer_patience import Share, TooLate, in_time
 from tests.manager.support.hammer_world import STACKS, World, slow_copies
 
 TASKS, THREADS = 12, 5
@@ -222,7 +223,8 @@ class Hammer:
         _, stranded = await asyncio.wait(tasks, timeout=until - time.monotonic() + 30) if tasks else (0, 0)
         for thread in threads:
             await asyncio.to_thread(thread.join, until - time.monotonic() + 30)
-        assert not stranded and not any(thread.is_alive() for thread in threads), "a caller is stranded"
+        if stranded or any(thread.is_alive() for thread in threads):
+            raise TooLate("a caller is stranded")
         await asyncio.gather(*tasks)
         if self.failures:
             raise self.failures[0]
@@ -296,7 +298,7 @@ class Hammer:
             self.world.trouble(faces[0].cache)
             began = time.monotonic()
             await asyncio.gather(*(self.closed_twice(face) for face in faces))
-            assert time.monotonic() - began < CLOSED_S, f"closing took {time.monotonic() - began:.1f} s"
+            in_time(began + CLOSED_S, f"closing took {time.monotonic() - began:.1f} s")
             for tier in self.world.tiers:
                 tier.heal()
         for face in faces:
@@ -329,7 +331,7 @@ class Hammer:
             more = descriptors - before[1] if self.lives > 1 else 0
             if not tasks and not threads and more <= 0:
                 return
-            assert time.monotonic() < deadline, f"left: {tasks}, {threads}, {more} descriptors"
+            in_time(deadline, f"left: {tasks}, {threads}, {more} descriptors")
             await asyncio.sleep(0.05)
 
     # -- quiescence -----------------------------------------------------------------------------------------------
@@ -359,7 +361,7 @@ class Hammer:
                 await self.purge(face, scope)
                 return
             except TierError:
-                assert time.monotonic() < deadline, "a purge reaches every tier that is well"
+                in_time(deadline, "a purge reaches every tier that is well")
                 await asyncio.sleep(0.2)
 
     def judge(self) -> None:
@@ -378,7 +380,7 @@ class Hammer:
             held.append(self.world.workers_down(face.cache))
             if not any(held):
                 return
-            assert time.monotonic() < deadline, f"pinned, quarantined, filling, left out, to resize, down: {held}"
+            in_time(deadline, f"pinned, quarantined, filling, left out, to resize, down: {held}")
             gc.collect()
             await asyncio.sleep(0.05)
 
@@ -395,7 +397,8 @@ class Hammer:
             missing = {tier.name: [miss for miss in await self._found(face, tier, chain) if miss] for tier in lower}
             if tries_left and not all(tier.healthy() for tier in lower):
                 continue
-            assert stored == 4 and flushed.pending == 0, "the background lives"
+            if stored != 4 or flushed.pending:
+                raise TooLate(f"the background does not live: {stored} of 4 stored, {flushed.pending} pending")
             if self.world.roomy:
                 assert not any(missing.values()), f"what was put lacks: {missing}, {face.cache.stats()}"
                 self.fresh = [chain]
@@ -423,7 +426,7 @@ class Hammer:
         """After a restart: what was durable at the last quiescence, and was not pushed out."""
         deadline = time.monotonic() + 20
         while face.cache.manager.lower.out:
-            assert time.monotonic() < deadline, face.cache.stats()["tasks"]["out"]
+            in_time(deadline, face.cache.stats()["tasks"]["out"])
             await asyncio.sleep(0.05)
         for chain in self.fresh:
             found = await self.read(face, chain, 0, 5.0, self.rng)
@@ -457,24 +460,30 @@ async def hammer(seed: int, seconds: float, stack: str = "memory", root: Path | 
 
 def main() -> None:
     """Seeds from SEED on, a few seconds each, over every stack in turn or one. Goes on past those that fail, prints
-    each with the command that repeats it, and ends with 1 if there was one."""
+    each with the command that repeats it, and ends with 1 if there was one. One that was late because the machine had
+    no time for it is counted apart."""
     logging.getLogger("kvtier").setLevel(logging.CRITICAL)
     given_s, first = float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1
     stacks, ends = sys.argv[3:4] or STACKS, time.monotonic() + given_s
-    runs, calls, served, lives, failed = 0, 0, 0, 0, 0
+    runs, calls, served, lives, failed, starved = 0, 0, 0, 0, 0, 0
     while time.monotonic() < ends or not runs:
         seed, stack = first + runs // len(stacks), stacks[runs % len(stacks)]
         runs += 1
+        before = Share.now()
         try:
             it = asyncio.run(asyncio.wait_for(hammer(seed, min(LIFE_S, given_s), stack), 120))
             calls, served, lives = calls + it.done, served + it.model.served, lives + it.lives
-        except Exception:
-            failed += 1
-            print(f"-- seed {seed} over {stack} fails", flush=True)
-            traceback.print_exc()
+        except Exception as error:
+            share = Share.now().since(before)
+            late = isinstance(error, TooLate | TimeoutError) and share.starved
+            failed, starved = failed + (not late), starved + late
+            print(f"-- seed {seed} over {stack} {'is late' if late else 'fails'}: {share}", flush=True)
+            if not late:
+                traceback.print_exc()
     print(
         f"{runs} runs, seeds {first} … {first + (runs - 1) // len(stacks)} over {', '.join(stacks)}: {calls} calls,"
         f" {served} blocks served, {lives} lives, {time.process_time():.0f} s of CPU: {failed} failed"
+        f", {starved} had no time"
     )
     sys.exit(failed > 0)
 
