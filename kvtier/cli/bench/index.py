@@ -55,6 +55,8 @@ def _show_scale(results: dict[str, Any]) -> None:
     console().print(f"bytes of bookkeeping per block (and with evicted ones that are remembered): {filled}")
     collections = ", ".join(f"{entry['collection_ms']:g}" for entry in sizes)
     console().print(f"ms of the garbage collector's longest run, which these figures leave out: {collections}")
+    same = ", ".join("{:g} to {:g}".format(*entry["same_work_ms"]) for entry in sizes)
+    console().print(f"ms of one same piece of work, 3,000 times, the median and the longest: {same}")
 
 
 def _show_observed(results: dict[str, Any]) -> None:
