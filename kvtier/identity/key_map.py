@@ -43,10 +43,24 @@ class KeyMap(MutableMapping[BlockKey, V]):
     def __len__(self) -> int:
         return self._count
 
+    def take(self, most: int) -> list[BlockKey]:
+        """Take out so many blocks, whichever these are, or all."""
+        taken: list[BlockKey] = []
+        for part in self._parts:
+            while part and len(taken) < most:
+                taken.append(part.popitem()[0])
+        self._count -= len(taken)
+        return taken
+
     def set_all(self, keys: Iterable[BlockKey], value: V) -> None:
         """One value for several."""
+        parts, added = self._parts, 0
         for key in keys:
-            self[key] = value
+            part = parts[key[-1]]
+            added -= len(part)
+            part[key] = value
+            added += len(part)
+        self._count += added
 
     def drop_all(self, keys: Iterable[BlockKey]) -> None:
         """Without these, as far as they are here."""

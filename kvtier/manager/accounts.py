@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 from kvtier.identity.keys import BlockKey
+from kvtier.identity.recent_keys import RecentKeys
 from kvtier.manager.divergence import RecentChains, tails_of
 from kvtier.manager.lease import Lease
 from kvtier.tiers.protocol import Miss
 
 REQUESTS_MAX = 1024
 LOSSES_MAX = 1 << 16
-_PART_BLOCKS = 256  # of those, in one dictionary
 _REASONS = tuple(Miss)
 _PLACES = {miss: place for place, miss in enumerate(_REASONS)}
 OTHER = "other"
@@ -41,33 +40,22 @@ class Account:
 
 
 class Losses:
-    """Why blocks are not here any more, or never were: of the latest LOSSES_MAX blocks or so. No lock of its own.
-
-    In parts, each of which forgets its oldest: one dictionary of all of them stops its owner for 4 ms when it grows.
-    """
+    """Why blocks are not here any more, or never were: of the latest LOSSES_MAX blocks or so. No lock of its own."""
 
     def __init__(self, blocks_max: int = LOSSES_MAX) -> None:
-        parts = max(1, blocks_max // _PART_BLOCKS)
-        self._part_max = blocks_max // parts
-        self._why: list[dict[int, int]] = [{} for _ in range(parts)]  # by the hash of the key: a third of its bytes
+        self._why = RecentKeys(blocks_max)
 
     def record(self, key: BlockKey, why: Miss) -> None:
         """`key` was lost, for this reason."""
-        name = hash(key)
-        part = self._why[name % len(self._why)]
-        part[name] = _PLACES[why]
-        if len(part) > self._part_max:  # an eighth at once: this runs for every block that is evicted
-            for old in list(islice(part, self._part_max // 8 + 1)):
-                del part[old]
+        self._why.put(key, _PLACES[why])
 
     def why(self, key: BlockKey) -> Miss:
         """The latest reason that is remembered; ABSENT for none."""
-        name = hash(key)
-        place = self._why[name % len(self._why)].get(name)
+        place = self._why.get(key)
         return Miss.ABSENT if place is None else _REASONS[place]
 
     def __len__(self) -> int:
-        return sum(map(len, self._why))
+        return len(self._why)
 
 
 class Accounts:

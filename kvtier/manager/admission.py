@@ -7,23 +7,21 @@ they had left G2: `kvtier bench retention` shows how many.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from kvtier.identity.keys import BlockKey
+from kvtier.identity.recent_keys import RecentKeys
 
 BLOCKS_MAX = 1 << 18
-_TAIL_BYTES = 8
 
 
 class Admission:
-    """Counts requests per block, for the latest BLOCKS_MAX blocks. Under the manager's lock; O(1) per block."""
+    """Counts requests per block, for the latest BLOCKS_MAX blocks or so. Under the manager's lock; O(1) per block."""
 
     def __init__(self, threshold: int = 1, blocks_min: int = 0, blocks_max: int = BLOCKS_MAX) -> None:
         """`threshold`: requests that must have wanted a block; `blocks_min`: length of a prompt below which it stays in
         G2."""
-        self._blocks_max = blocks_max
-        self._wanted: OrderedDict[bytes, int] = OrderedDict()
+        self._wanted = RecentKeys(blocks_max)
         self.refused = 0
         self.change(threshold, blocks_min)
 
@@ -38,13 +36,10 @@ class Admission:
             return
         counts = self._wanted
         for key in keys:
-            tail = key[-_TAIL_BYTES:]
-            counts[tail] = counts.pop(tail, 0) + 1
-        while len(counts) > self._blocks_max:
-            counts.popitem(last=False)
+            counts.put(key, (counts.get(key) or 0) + 1)
 
     def admits(self, chain: Sequence[BlockKey], index: int) -> bool:
         """Whether this block of a prompt that has grown to `chain` may go down."""
         if len(chain) < self._blocks_min:
             return False
-        return self._threshold <= 1 or self._wanted.get(chain[index][-_TAIL_BYTES:], 0) >= self._threshold
+        return self._threshold <= 1 or (self._wanted.get(chain[index]) or 0) >= self._threshold

@@ -18,6 +18,9 @@ from kvtier.manager.slices import MOVED_BLOCKS, slices
 from kvtier.tiers.host.pins import Hold
 from kvtier.times import Wall
 
+_SLICES_MAX = 16384
+"""Slices of chains whose uses wait to be passed on: a table of 65,536 stops its owner for 4 ms when it grows."""
+
 
 class _Uses:
     """The latest uses of blocks, by slices of chains: where a chain is used again, most of its slices are the same, and
@@ -26,6 +29,10 @@ class _Uses:
     def __init__(self) -> None:
         self.blocks = 0  # in all slices; those of slices that overlap count in each
         self._slices: dict[tuple[BlockKey, ...], Wall] = {}
+
+    def full(self, blocks_max: int) -> bool:
+        """Whether there is no room for another slice."""
+        return self.blocks >= blocks_max or len(self._slices) >= _SLICES_MAX
 
     def add(self, keys: Sequence[BlockKey], wall_s: Wall) -> None:
         """The blocks of a slice were used."""
@@ -87,7 +94,7 @@ class Housekeeping:
             return
         for part in slices(keys):
             with self._hierarchy.lock:
-                if self._uses.blocks >= self._hierarchy.limits.touched_max:
+                if self._uses.full(self._hierarchy.limits.touched_max):
                     return
                 self._uses.add(part, wall_s)
 

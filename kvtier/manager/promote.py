@@ -15,9 +15,11 @@ from kvtier.identity.key_map import KeyMap
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.lease import Promotion
+from kvtier.manager.locate import Locator
+from kvtier.manager.outcomes import LoadOutcome, Outcomes
 from kvtier.manager.plan import Costs, Plan, Planning, Where
-from kvtier.manager.slices import SLICE_BLOCKS, in_strides, slices
-from kvtier.manager.traced import traced_lookup, traced_plan
+from kvtier.manager.slices import MOVED_BLOCKS, SLICE_BLOCKS, in_strides, slices
+from kvtier.manager.traced import traced_plan
 from kvtier.retention.terms import PRIORITY
 from kvtier.retention.trusted_clock import Reading
 from kvtier.tiers.host.pins import Hold
@@ -31,21 +33,17 @@ GRACE_S = 1.0
 
 _SMOOTHING = 0.2
 
-LoadOutcome = Slot | Miss
-"""A slot that is pinned once for the caller, or why the block was not loaded."""
-
-_Load = asyncio.Task[dict[int, LoadOutcome]]
+_Load = asyncio.Task[Outcomes]
 """Reads a slice into reserved slots; its result is an outcome for each of them."""
-
-_LOOKUP_BLOCKS_MAX = 4096  # that a tier is asked for in one call: fewer where its answer costs more per block
 
 
 class Promoter:
-    """Lookups over all tiers and loads under way. Runs on one event loop; slots change under the hierarchy's lock."""
+    """Look-ups, plans and loads under way. Runs on one event loop; slots change under the hierarchy's lock."""
 
     def __init__(self, hierarchy: Hierarchy) -> None:
         self._hierarchy = hierarchy
         self._host, self._lock, self._clock = hierarchy.host, hierarchy.lock, hierarchy.clock
+        self.locate = Locator(hierarchy).locate
         self._under_way = KeyMap[_Load]()
         self._abandoned: set[_Load] = set()
         self._compute_s_per_block: float | None = None
@@ -53,66 +51,7 @@ class Promoter:
         self.overdue = 0  # slots of loads that nobody waits for any more
         self.late = 0  # blocks that arrived after their deadline
 
-    # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
-
-    @traced_lookup
-    async def locate(self, chain: Sequence[BlockKey], deadline: Mono | None = None, start: int = 0) -> list[Where]:
-        """Where each block of `chain` is, up to the first that is nowhere; later ones may be unknown. Blocks before
-        `start` are not looked for and given as G2's. Waits for lower tiers until `deadline`, at most `lookup_s`.
-
-        Works in slices. An answer is as old as its slice: nothing is pinned, so a block may be gone by now.
-        """
-        wall_s = self._hierarchy.now().serve
-        where: list[Where] = [self._host.name] * start
-        for first in range(start, len(chain), SLICE_BLOCKS):
-            if first > start:
-                await asyncio.sleep(0)
-            with self._lock:
-                part = chain[first : first + SLICE_BLOCKS]
-                found = self._host.prefix(part, wall_s)
-                where += [self._host.name] * found
-                where += [self._host.peek(key, wall_s) or self._host.name for key in part[found:]]
-        latest = self._clock.monotonic() + self._hierarchy.limits.lookup_s
-        deadline = latest if deadline is None else min(deadline, latest)
-        for tier in self._hierarchy.lower.values():
-            if not await self._ask(tier, chain, where, deadline):
-                break
-        return where
-
-    async def _ask(self, tier: Metered, chain: Sequence[BlockKey], where: list[Where], deadline: Mono) -> bool:
-        """Ask a tier for the blocks that no tier before it has. Whether there were any."""
-        width = min(_LOOKUP_BLOCKS_MAX, SLICE_BLOCKS * tier.stride)
-        parts: list[list[int]] = []
-        for first in range(0, len(where), width):
-            if first:
-                await asyncio.sleep(0)
-            stop = min(first + width, len(where))
-            if part := [index for index in range(first, stop) if isinstance(where[index], Miss)]:
-                parts.append(part)
-        if len(parts) == 1:
-            self._enter(tier.name, where, parts[0], await tier.lookup(chain, parts[0], deadline))
-            return True
-        calls: list[asyncio.Task[list[Miss | None]]] = []
-        try:
-            for part in parts:
-                calls.append(asyncio.ensure_future(tier.lookup(chain, part, deadline)))
-                await asyncio.sleep(0)  # it begins in a turn of its own
-            for part, call in zip(parts, calls, strict=True):
-                self._enter(tier.name, where, part, await call)
-                await asyncio.sleep(0)
-        except BaseException:
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
-            raise
-        return bool(parts)
-
-    def _enter(self, name: str, where: list[Where], wanted: Sequence[int], answers: Sequence[Miss | None]) -> None:
-        for index, miss in zip(wanted, answers, strict=True):
-            if miss is None:
-                where[index] = name
-            elif where[index] is Miss.ABSENT:
-                where[index] = miss  # the more telling reason
+    # ── planning ────────────────────────────────────────────────────────────────────────────────────────────
 
     @traced_plan
     async def plan(self, where: Sequence[Where], slots: int, costs: Costs | None = None) -> Plan:
@@ -154,7 +93,7 @@ class Promoter:
         """
         where = await self.locate(chain, deadline, start)
         plan = await self.plan(where, start + self._host.capacity, self.costs())
-        found: dict[int, LoadOutcome] = {}
+        found = Outcomes()
         holds: list[Hold] = []
         try:
             await self._pin_resident(chain, where, range(start, plan.hit), time, found)
@@ -187,7 +126,7 @@ class Promoter:
         where: Sequence[Where],
         depths: range,
         time: Reading,
-        found: dict[int, LoadOutcome],
+        found: Outcomes,
     ) -> None:
         """Pin the blocks that were located in G2, as far as they still are."""
         for part in slices(depths):
@@ -205,7 +144,7 @@ class Promoter:
         depths: range,
         where: Sequence[Where],
         time: Reading,
-        found: dict[int, LoadOutcome],
+        found: Outcomes,
         holds: list[Hold],
     ) -> bool:
         """Move pins from `found` to `holds`, up to the first block that was not had. Whether all were."""
@@ -220,21 +159,18 @@ class Promoter:
                     slot.use(time.stamp)
         return True
 
-    def _undo(self, found: dict[int, LoadOutcome]) -> None:
+    def _undo(self, found: Outcomes) -> None:
         """Undo the pins of these outcomes, which nobody else may change any more."""
-        slots = (slot for slot in reversed(found.values()) if isinstance(slot, Slot))
-        self._hierarchy.release((slot, slot.generation) for slot in slots)
+        self._hierarchy.release((slot, slot.generation) for slot in found.pinned())
 
-    async def load(
-        self, chain: Sequence[BlockKey], loads: Mapping[str, Sequence[int]], deadline: Mono
-    ) -> dict[int, LoadOutcome]:
+    async def load(self, chain: Sequence[BlockKey], loads: Mapping[str, Sequence[int]], deadline: Mono) -> Outcomes:
         """Bring the blocks at `loads[tier]` of `chain` into G2; answers for each by `deadline`.
 
         Every Slot in the result is pinned once, which the caller undoes, and not renewed: that is for who serves it.
         Past the bound of abandoned loads nothing is started: NO_ROOM. A load that is shared with an earlier request and
         came too late for that one is tried again for this one.
         """
-        found: dict[int, LoadOutcome] = {}
+        found = Outcomes()
         try:
             await self._load(chain, loads, deadline, found)
         except BaseException:
@@ -247,7 +183,7 @@ class Promoter:
         chain: Sequence[BlockKey],
         loads: Mapping[str, Sequence[int]],
         deadline: Mono,
-        found: dict[int, LoadOutcome],
+        found: Outcomes,
     ) -> None:
         """`load` into `found`, whose pins are the caller's at every yield."""
         while loads:
@@ -261,7 +197,7 @@ class Promoter:
         chain: Sequence[BlockKey],
         loads: Mapping[str, Sequence[int]],
         deadline: Mono,
-        found: dict[int, LoadOutcome],
+        found: Outcomes,
     ) -> Mapping[str, Sequence[int]]:
         """Set the outcome of each load; returns those that came too late for the earlier requests they are shared with.
 
@@ -309,7 +245,7 @@ class Promoter:
         return late
 
     def _reserve(
-        self, chain: Sequence[BlockKey], depths: Sequence[int], found: dict[int, LoadOutcome]
+        self, chain: Sequence[BlockKey], depths: Sequence[int], found: Outcomes
     ) -> tuple[dict[_Load, list[int]], list[tuple[int, Slot]]]:
         """Returns the depths that earlier requests load, and FILLING slots for the others; in `found` are the outcomes
         of those that turned up meanwhile, or have no slot."""
@@ -357,11 +293,9 @@ class Promoter:
             return self._host.reserve(key, index, insist=True) or Miss.NO_ROOM
         return self._host.pin(key, self._clock.wall()) or why or Miss.EVICTED
 
-    def _join(
-        self, chain: Sequence[BlockKey], load: _Load, depths: Sequence[int], found: dict[int, LoadOutcome]
-    ) -> None:
+    def _join(self, chain: Sequence[BlockKey], load: _Load, depths: Sequence[int], found: Outcomes) -> None:
         """Set the outcomes of blocks that an earlier request was loading."""
-        result = load.result() if load.done() and not load.cancelled() and load.exception() is None else {}
+        result = load.result() if load.done() and not load.cancelled() and load.exception() is None else Outcomes()
         with self._lock:
             now = self._clock.wall()
             for index in depths:
@@ -386,7 +320,7 @@ class Promoter:
 
     async def _read(
         self, tier: Metered, chain: Sequence[BlockKey], reserved: Sequence[tuple[int, Slot]], deadline: Mono
-    ) -> dict[int, LoadOutcome]:
+    ) -> Outcomes:
         """Fill reserved slots; every one of them is READY and pinned, or free again, when this returns."""
         generations, began = [slot.generation for _, slot in reserved], self._hierarchy.now().stamp
         results: Sequence[Loaded | Miss] = [Miss.ERROR] * len(reserved)
@@ -402,21 +336,36 @@ class Promoter:
         except Exception as error:  # a tier's own failures are answers: this is ours, and costs a miss
             self._hierarchy.supervisor.failures.record(f"{tier.name} load", error, tier.breaker)
         finally:
-            outcomes, filled, latest = dict[int, LoadOutcome](), list[Hold](), self._hierarchy.latest()
-            with self._lock:
-                for (index, slot), generation, result in zip(reserved, generations, results, strict=True):
-                    self._under_way.pop(chain[index], None)
-                    if isinstance(result, Loaded):
-                        slot.describe(generation, result.life.dated_by(began), result.digest, result.priority)
-                        filled.append((slot, generation))
-                    else:
-                        self._host.abort(slot, generation, in_flight=in_flight)
-                        outcomes[index] = result
-                seen = self._host.commit_all(filled, latest)
-                self._host.pins.pin_all(numbers := {slot.number for slot in seen})
-                self._host.tell(seen)
-            for index, slot in reserved:
-                outcomes.setdefault(index, slot if slot.number in numbers else Miss.PURGED)
+            outcomes, latest = Outcomes(), self._hierarchy.latest()
+            for part in slices(list(zip(reserved, generations, results, strict=True)), MOVED_BLOCKS):
+                outcomes.update(self._end_reads(chain, part, latest, began, in_flight=in_flight))
+        return outcomes
+
+    def _end_reads(
+        self,
+        chain: Sequence[BlockKey],
+        reads: Sequence[tuple[tuple[int, Slot], int, Loaded | Miss]],
+        latest: Wall,
+        began: Wall,
+        *,
+        in_flight: bool,
+    ) -> dict[int, LoadOutcome]:
+        """Publish and pin what was read into these slots, of these generations, and free the others."""
+        outcomes, filled = dict[int, LoadOutcome](), list[Hold]()
+        with self._lock:
+            for (index, slot), generation, result in reads:
+                self._under_way.pop(chain[index], None)
+                if isinstance(result, Loaded):
+                    slot.describe(generation, result.life.dated_by(began), result.digest, result.priority)
+                    filled.append((slot, generation))
+                else:
+                    self._host.abort(slot, generation, in_flight=in_flight)
+                    outcomes[index] = result
+            seen = self._host.commit_all(filled, latest)
+            self._host.pins.pin_all(numbers := {slot.number for slot in seen})
+            self._host.tell(seen)
+        for (index, slot), _, _ in reads:
+            outcomes.setdefault(index, slot if slot.number in numbers else Miss.PURGED)
         return outcomes
 
     def _abandon(self, load: _Load, blocks: int) -> None:

@@ -190,16 +190,12 @@ class Protection:
     def arrived(self, slots: Sequence[Slot]) -> None:
         """Blocks are READY in G2: those that are pinned live until their pins end, guaranteed ones stay. Under the
         lock."""
-        wanted = [slot for slot in slots if slot.key is not None and self.wanted(slot.key)]
+        wanted = {key: slot for slot in slots if (key := slot.key) is not None and self.wanted(key)}
         if not wanted:
             return
-        untils = self.pins.untils(slot.key for slot in wanted if slot.key is not None)
-        wall_s = self._clock.read().serve
-        for slot in wanted:
-            ceiling = slot.life.ceiling(wall_s) if slot.key in untils else None
-            if slot.key is not None and ceiling is not None:
-                slot.life = slot.life.extend_until(untils[slot.key], ceiling, wall_s)
-        self.retainer.retain(slot.key for slot in wanted if slot.key is not None)
+        untils = {wanted[key].number: until for key, until in self.pins.untils(wanted).items()}
+        self._host.index.table.extend_until(untils, self._clock.read().serve)
+        self.retainer.retain(wanted)
 
     def used(self, keys: Iterable[BlockKey], wall_s: Wall) -> None:
         """Blocks were used at `wall_s`: their guarantees begin anew. Under the lock."""
@@ -315,10 +311,11 @@ class Protection:
 
     async def _establish(self, pin: Pin) -> None:
         wall_s = self._clock.wall()
-        for part in slices(pin.chain, MOVED_BLOCKS // 2):  # each gets another life, too
+        for part in slices(pin.chain, MOVED_BLOCKS):
             with self._lock:
                 index = self._host.index
-                self.arrived([index[key] for key in part if key in index and index[key].expires_at >= wall_s])
+                here = [slot for key in part if (slot := index.get(key)) is not None]
+                self.arrived([slot for slot in here if not index.table.has_ended(slot.number, wall_s)])
                 self.retainer.ask(part)
                 self._sync.unwritten.add(pin.name)
             await asyncio.sleep(0)

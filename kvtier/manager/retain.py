@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from kvtier.identity.key_map import KeyMap
 from kvtier.identity.keys import BlockKey
@@ -27,7 +28,7 @@ Times = tuple[Wall, Wall | None]
 """Until when to retain a block, and until when to serve it whatever its terms."""
 
 _NEVER = Wall("-inf")
-_ASKED_BLOCKS = 4096  # that the tier below is to retain in one call
+_ASKED_BLOCKS = 1024  # that the tier below is to retain in one call
 
 
 class Retainer:
@@ -60,9 +61,11 @@ class Retainer:
         self._metered = tier = self._hierarchy.retaining()
         if tier is not None:
             with self._lock:
+                below = self._below
                 if tier.name != self._tier_name:  # another one than before
-                    self._below.clear()
+                    self._below = KeyMap()
                 self._tier, self._tier_name = tier.retaining(), tier.name
+            del below  # without the lock: that of a million blocks takes a tenth of a second
         return self.size(share)
 
     def size(self, share: float) -> int:
@@ -150,25 +153,39 @@ class Retainer:
 
     async def tell_below(self) -> None:
         """Have the tier below retain what is wanted, and release what is not. What fails is tried the next time."""
-        with self._lock:
-            asked, self._to_retain = self._to_retain, KeyMap()
-            freed, self._to_release = self._to_release, KeyMap()
-            if self._tier is None:
-                return
+        tier = self._tier
+        if tier is None:
+            with self._lock:
+                if dropped := [waiting for waiting in (self._to_retain, self._to_release) if waiting]:
+                    self._to_retain, self._to_release = KeyMap(), KeyMap()
+            del dropped  # without the lock
+            return
         try:
-            for part in slices(list(freed), _ASKED_BLOCKS):
-                async with asyncio.timeout(CALL_S):
-                    await self._tier.release_retained(part)
-                freed.drop_all(part)
-            for part in slices(list(asked), _ASKED_BLOCKS):
-                await self._ask_below(self._tier, part)
-                asked.drop_all(part)
+            await self._pass_on(self._to_release, partial(self._release_below, tier))
+            await self._pass_on(self._to_retain, partial(self._ask_below, tier))
         except FAILURES as error:
             log.debug("%s retains nothing now: %s", self._tier_name, error)
-        finally:
+
+    async def _pass_on(self, waiting: KeyMap[None], tell: Callable[[Sequence[BlockKey]], Awaitable[None]]) -> None:
+        """Tell the tier of the blocks that wait now. Those that it was not told of wait again."""
+        left = len(waiting)
+        while left > 0:
             with self._lock:
-                self._to_release.set_all(freed, None)
-                self._to_retain.set_all(asked, None)
+                part = waiting.take(min(left, _ASKED_BLOCKS))
+            if not part:  # nobody wants the rest any more
+                return
+            left -= len(part)
+            try:
+                await tell(part)
+            except BaseException:
+                for again in slices(part):
+                    with self._lock:
+                        waiting.set_all(again, None)
+                raise
+
+    async def _release_below(self, tier: Retaining, keys: Sequence[BlockKey]) -> None:
+        async with asyncio.timeout(CALL_S):
+            await tier.release_retained(keys)
 
     async def _ask_below(self, tier: Retaining, keys: Sequence[BlockKey]) -> None:
         groups: dict[Times, list[BlockKey]] = {}

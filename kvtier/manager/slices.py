@@ -14,9 +14,12 @@ T = TypeVar("T")
 SLICE_BLOCKS = 256
 """Blocks that are looked up, pinned or unpinned in one hold of the lock: half a millisecond of work."""
 
-MOVED_BLOCKS = 64
-"""Blocks that are reserved, published or retained in one hold, each with a change of the policy's order: a millisecond
-or two."""
+MOVED_BLOCKS = 32
+"""Blocks that are reserved, published or retained in one hold, each with a change of the policy's order: half a
+millisecond of work, of a guaranteed block a whole one."""
+
+LOADED_BLOCKS = 64
+"""Blocks that one task brings up."""
 
 
 def slices(items: Sequence[T], size: int = 0) -> Iterator[Sequence[T]]:
@@ -26,8 +29,8 @@ def slices(items: Sequence[T], size: int = 0) -> Iterator[Sequence[T]]:
 
 
 def in_strides(depths: Sequence[int], stride: int) -> Iterator[Sequence[int]]:
-    """Ascending depths in parts of at most MOVED_BLOCKS; strides are whole, where they are not longer than that."""
-    width = max(1, MOVED_BLOCKS // stride) * stride if stride <= MOVED_BLOCKS else MOVED_BLOCKS
+    """Ascending depths in parts of at most LOADED_BLOCKS; strides are whole, where they are not longer than that."""
+    width = max(1, LOADED_BLOCKS // stride) * stride if stride <= LOADED_BLOCKS else LOADED_BLOCKS
     part: list[int] = []
     for depth in depths:
         if part and depth // width != part[0] // width:

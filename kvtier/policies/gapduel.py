@@ -35,7 +35,7 @@ GAP_FIRST_S = 60.0  # G before the first reuse is seen
 GAP_MIN_S = 1e-3
 GAP_FADE = 0.999
 LAG_MAX = 64  # requests that may wait for `train`; past it `reference` replays some, the more the more wait
-REPLAYED_AT_ONCE = 32
+REPLAYED_AT_ONCE = 16
 _END = object()
 
 _MAGIC = b"KVGAPDU2"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -11,6 +11,7 @@ from kvtier.identity.key_parts import KeyParts
 from kvtier.identity.keys import KEY_PARTS, BlockKey
 from kvtier.policies.parts import Part
 from kvtier.policies.run import AWAY, COMPARED_MAX, HERE, RUN_BLOCKS, SLACK, Run, Stretch, print_of, runs_for
+from kvtier.policies.run_history import RunHistory
 from kvtier.times import Mono
 
 ARRIVING_MAX = 256
@@ -20,8 +21,8 @@ that a search passes over."""
 FADED_AT_ONCE, FADED_MAX = 64, 4096
 """Blocks that lose their names when one leaves, 10 µs, and at most in any verb."""
 
-NAMED_AT_ONCE = 512
-"""Blocks that a step of a reference names, at most: a millisecond."""
+NAMED_AT_ONCE = 256
+"""Blocks that a step of a reference names, at most: half a millisecond."""
 
 
 class RunMemory(ABC):
@@ -41,8 +42,7 @@ class RunMemory(ABC):
         self._known = 0  # blocks remembered
         self._residents = 0
         self._graded = False  # whether there ever was a priority but the usual one
-        self._history: OrderedDict[int, Run] = OrderedDict()  # by `ident`, in order of forgetting
-        self._idents = 0
+        self._history = RunHistory()
         self._fading: deque[Run] = deque()  # they have names that nobody needs
 
     def reference(self, chain: Sequence[BlockKey], resident: int, mono_s: Mono) -> None:
@@ -229,7 +229,7 @@ class RunMemory(ABC):
             reached += len(more)
         for part, _, _ in reversed(self._walk(keys)[0]):  # the deepest is forgotten first
             if part is not None:
-                self._history.move_to_end(part.ident)
+                self._history.renew(part)
 
     def _ends_at(self, run: Run | None, depth: int, tick: int) -> bool:
         """Whether a run is still a request's, whole up to this depth."""
@@ -258,9 +258,7 @@ class RunMemory(ABC):
 
     def _enrol(self, run: Run) -> None:
         """Remember a new run, and the names of its blocks."""
-        self._idents += 1
-        run.ident = self._idents
-        self._history[run.ident] = run
+        self._history.enrol(run)
         self._label(run.blocks, run)
 
     def _drop_run(self, run: Run) -> None:
@@ -268,7 +266,7 @@ class RunMemory(ABC):
         run.live = run.residents = 0
         self._leave(run)
         self._mark(run)
-        del self._history[run.ident]
+        self._history.remove(run)
 
     def _label(self, keys: Sequence[BlockKey], run: Run) -> None:
         parts, ident = self._parts, run.ident
@@ -356,10 +354,9 @@ class RunMemory(ABC):
 
     def _forget(self, blocks_max: int) -> None:
         """Forget up to `blocks_max` absent blocks past the limit, oldest run first, deepest block first."""
-        while blocks_max > 0 and self._known - self._residents > self._memory:
-            run = next(iter(self._history.values()))
+        while (run := self._history.oldest) and blocks_max > 0 and self._known - self._residents > self._memory:
             if run.end <= self._needed_depth(run) or (run.blocks and not run.prints and run.here[-1]):
-                self._history.move_to_end(run.ident)
+                self._history.renew(run)
                 blocks_max -= 1
                 continue
             most = min(blocks_max, self._known - self._residents - self._memory)
@@ -392,7 +389,7 @@ class RunMemory(ABC):
     def _check_memory(self) -> dict[BlockKey, Run]:
         """Assert that what is remembered is found. Returns the runs of named blocks. O(n)."""
         runs = {key: self._history[ident] for part in self._parts for key, ident in part.items()}
-        history, named = self._history.values(), Counter(run.ident for run in runs.values())
+        history, named = list(self._history), Counter(run.ident for run in runs.values())
         assert sum(run.live for run in history) == self._known, "remembered blocks are miscounted"
         for run in history:
             listed = named[run.ident] + run.unnamed - max(0, run.head - run.named_end)

@@ -50,6 +50,7 @@ class Standing(msgspec.Struct, gc=False, eq=False):
     last: Mono
     gap_s: float
     base: int = -1
+    number: int = 0  # in the order in which the shadows had them
 
 
 class Stretch:
@@ -99,6 +100,7 @@ class Run(msgspec.Struct, gc=False, eq=False):
     residents: int = 0
     away: int = 0
     ident: int = 0
+    age: int = 0  # runs are forgotten in ascending order
     number: int = 0
     named_at: int = 0
     level: int = 0

@@ -13,7 +13,7 @@ one, and never referenced less often, so a leaf leaves before its parent without
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from math import inf
@@ -23,6 +23,7 @@ from kvtier.policies.memory import ARRIVING_MAX, FADED_AT_ONCE, NAMED_AT_ONCE, R
 from kvtier.policies.order import RunOrder
 from kvtier.policies.parts import Part, bounded, residence, runs_kept
 from kvtier.policies.run import AWAY, HERE, LEVELS, ONCE, Run, Stretch, runs_for
+from kvtier.policies.transit import Transit
 from kvtier.retention.terms import PRIORITY, PRIORITY_MAX
 from kvtier.times import Mono
 
@@ -38,9 +39,6 @@ MEMORY_MIN = 16384
 MEMORY_PER_BLOCK = 4
 """Blocks remembered per block of capacity."""
 
-PASSING_MAX = 65536
-"""Bounds the newcomers that were given a slot, will pass through, and have not arrived."""
-
 
 class Ranking(RunMemory):
     """Resident blocks of one tier by rank, and a bounded memory of what was referenced lately.
@@ -54,9 +52,7 @@ class Ranking(RunMemory):
         referenced before. For a tier that blocks pass through on their way down."""
         super().__init__(memory)
         self._refuses = refuses
-        self._transit: OrderedDict[BlockKey, None] = OrderedDict()  # resident, at the eviction end
-        self._passing: set[BlockKey] = set()  # to enter `_transit` when they arrive
-        self._suspended_transit: set[BlockKey] = set()  # to return to `_transit`
+        self._transit = Transit()
         self._order = RunOrder()
         self._scoped = False
         self._scopes: dict[Scope, RunOrder] = {}  # the same runs, by the scope of their first block
@@ -112,7 +108,7 @@ class Ranking(RunMemory):
 
     def insert_all(self, keys: Sequence[BlockKey], depths: Sequence[int]) -> None:
         """`insert` for several, most of them one behind the other in one run."""
-        parts, passing, last, run = self._parts, self._passing, None, None
+        parts, passing, last, run = self._parts, self._transit.expected, None, None
         for key, depth in zip(keys, depths, strict=True):
             ident = parts[key[-1]].get(key)
             if run is None or ident is None or ident != last:
@@ -125,8 +121,7 @@ class Ranking(RunMemory):
                 continue
             run.away -= was == AWAY
             if passing and key in passing:
-                passing.remove(key)
-                self._transit[key] = None
+                self._transit.arrive(key)
                 run.transits = True
             self._residents += 1
             run.residents += 1
@@ -150,8 +145,7 @@ class Ranking(RunMemory):
         if was == HERE:
             self._residents -= 1
             run.residents -= 1
-            self._transit.pop(key, None)
-            self._suspended_transit.discard(key)
+            self._transit.leave(key)
             if not run.residents:
                 self._leave(run)
             elif self._graded or run.suspended == key:
@@ -177,9 +171,7 @@ class Ranking(RunMemory):
 
     def suspend(self, key: BlockKey) -> None:
         """`key`, a resident, is no victim until `resume`, nor are its ancestors in its run."""
-        if key in self._transit:
-            del self._transit[key]
-            self._suspended_transit.add(key)
+        self._transit.suspend(key)
         run = self._find(key)
         if run is not None and run.residents and run.leaf() == key:
             self._leave(run)
@@ -187,13 +179,10 @@ class Ranking(RunMemory):
 
     def resume(self, key: BlockKey) -> None:
         """Undo `suspend`, if it was. The run returns to its place."""
-        if key in self._suspended_transit:
-            self._suspended_transit.remove(key)
-            self._transit[key] = None
-        run = self._find(key)
+        here, run = self._transit.resume(key), self._find(key)
         if run is None:
             return
-        run.transits = run.transits or key in self._transit
+        run.transits = run.transits or here
         if run.suspended == key:
             self._regrade(run)
 
@@ -219,11 +208,9 @@ class Ranking(RunMemory):
             self.refused += 1
             if self._refuses:
                 return None
-            if len(self._passing) >= PASSING_MAX:  # their copies were given up
-                self._passing.clear()
-            self._passing.add(newcomer)
+            self._transit.expect(newcomer)
         if self._transit:
-            for key in islice(reversed(self._transit), TRANSIT_MAX):
+            for key in islice(self._transit.newest(), TRANSIT_MAX):
                 if movable(key):
                     return key
         return None if run is None else run.leaf()
@@ -249,7 +236,7 @@ class Ranking(RunMemory):
             or claim is None
             or self._graded
             or self._transit
-            or newcomer in self._passing
+            or newcomer in self._transit.expected
         ):
             self.remove(victim, depth)
             return [victim]
@@ -283,8 +270,8 @@ class Ranking(RunMemory):
     def check(self, resident: set[BlockKey]) -> None:
         """Assert the invariants, and that exactly `resident` is ordered. O(n)."""
         runs = self._check_memory()
-        history = list(self._history.values())
-        assert self._transit.keys() <= resident, "a block in transit is not resident"
+        history = list(self._history)
+        assert resident.issuperset(self._transit), "a block in transit is not resident"
         assert all(runs[key].transits for key in self._transit), "a run does not know what is in transit"
         here = [(key, run) for run in history for key, at in zip(run.blocks, run.here, strict=True) if at == HERE]
         assert all(runs.get(key) is run for key, run in here), "a resident block was forgotten, or is in two runs"
@@ -323,7 +310,7 @@ class Ranking(RunMemory):
         for run, depth, count in old:
             if run is not None and run.transits:
                 for key in islice(keys, depth, depth + count):
-                    self._transit.pop(key, None)
+                    self._transit.warm(key)
 
     def _take(
         self, stretch: Stretch, kept: tuple[Run, int, int] | None, keys: list[BlockKey], here: bytearray, named: int
@@ -342,7 +329,7 @@ class Ranking(RunMemory):
                 self._label(keys[start:first], run)
             if last < stop:
                 self._label(keys[last:stop], run)
-            self._history.move_to_end(run.ident)
+            self._history.renew(run)
             self._mark(run)
         run.take_rank(stretch, self._tick, self._mono_s)
         self._list(run, runs_for(stretch.stop - stop))

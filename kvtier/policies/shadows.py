@@ -7,11 +7,12 @@ runs are.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from math import exp, inf
 
+from kvtier.identity.keys import KEY_PARTS
+from kvtier.policies.pages import Pages
 from kvtier.policies.run import LEVELS, Standing
 from kvtier.times import Mono
 
@@ -41,8 +42,8 @@ class Shadow:
         self.capacity = capacity
         self.beta, self.theta = rule
         self.used_blocks = 0
-        # Depths up to which runs are held, by level, the coldest first; those of which nothing is held have none.
-        self._levels: list[OrderedDict[Standing, int]] = [OrderedDict() for _ in range(LEVELS)]
+        self._levels = [Pages[Standing]("number") for _ in range(LEVELS)]  # those that are held, the coldest first
+        self._held: list[dict[Standing, int]] = [{} for _ in range(KEY_PARTS)]  # depth up to which, by number
         self._top_level = 0
 
     def resize(self, capacity: int) -> Iterator[None]:
@@ -58,9 +59,9 @@ class Shadow:
 
         `bases[i]`: where ref.old[i] began before this request; its `base` says where it begins now.
         """
-        levels, hit = self._levels, 0
+        hit = 0
         for (run, start, stop), base in zip(ref.old, bases, strict=True):
-            held = levels[run.level].get(run, 0)
+            held = self.held(run)
             if held <= base:
                 continue
             here = min(held, stop)
@@ -68,15 +69,21 @@ class Shadow:
             if hit == start < here:
                 hit = here
             if held <= stop:
-                del levels[run.level][run]
+                self._drop(run)
         self.used_blocks += hit
         end = yield from self._admit(ref, hit)
-        for run, start, stop in reversed(ref.new):  # tail first, as in the real order
+        for run, start, stop in reversed(ref.new):
             if end > start:
-                levels[run.level][run] = min(end, stop)
+                self._levels[run.level].add(run)
+                self._held[run.number % KEY_PARTS][run] = min(end, stop)
                 if run.level > self._top_level:
                     self._top_level = run.level
         return hit
+
+    def _drop(self, run: Standing) -> None:
+        """Nothing of a run is held any more."""
+        self._levels[run.level].remove(run)
+        del self._held[run.number % KEY_PARTS][run]
 
     def _admit(self, ref: ChainReference, hit: int) -> Generator[None, None, int]:
         """Admit the blocks that missed, head first; returns the depth up to which the request is held then."""
@@ -101,31 +108,30 @@ class Shadow:
         """Drop up to `wanted` blocks of the coldest run if its rank is below `rank_max`; returns how many."""
         coldest, rank = None, rank_max
         for number in range(self._top_level + 1):
-            level = self._levels[number]
-            if level:
-                run = next(iter(level))
+            if (run := self._levels[number].first) is not None:
                 own = run.last + bonus_s * number / 2
                 if own < rank:
                     coldest, rank = run, own
         if coldest is None:
             return 0
-        level = self._levels[coldest.level]
-        held = level[coldest] - coldest.base
-        count = min(wanted, held)
+        held = self.held(coldest)
+        count = min(wanted, held - coldest.base)
         self.used_blocks -= count
-        if count == held:
-            del level[coldest]
+        if count == held - coldest.base:
+            self._drop(coldest)
         else:
-            level[coldest] -= count
+            self._held[coldest.number % KEY_PARTS][coldest] = held - count
         return count
 
     def held(self, run: Standing) -> int:
         """The depth up to which a run is held, 0: it is not."""
-        return self._levels[run.level].get(run, 0)
+        return self._held[run.number % KEY_PARTS].get(run, 0)
 
     def check(self) -> None:
         """Assert that `used_blocks` is what the runs say, and within the capacity. O(runs)."""
-        held = [stop - run.base for level in self._levels for run, stop in level.items()]
+        held = [stop - run.base for part in self._held for run, stop in part.items()]
+        listed = [run for level in self._levels for run in level]
+        assert len(listed) == len(held) and all(map(self.held, listed)), "a run is not in its level"
         assert sum(held) == self.used_blocks <= self.capacity, f"shadow {self.number} counts {self.used_blocks} blocks"
         assert all(count > 0 for count in held), "an empty run is listed"
 
@@ -151,6 +157,7 @@ class Duel:
         self.lead = LEAD  # needed to leave the first rule
         self._window = window
         self._references = 0  # blocks referenced so far
+        self._runs = 0
         self._left_at = 0  # `_references` when the first rule was left last
 
     def resize(self, capacity: int, window: int) -> Iterator[None]:
@@ -162,8 +169,9 @@ class Duel:
     def train(self, ref: ChainReference) -> Iterator[None]:
         """Replay one request in every shadow, then choose the rule in force. In steps, each of at most EVICTED_AT_ONCE
         evictions in one shadow; a request is replayed to its end before the next."""
-        for run, start, _ in ref.new:
-            run.base = start
+        for run, start, _ in reversed(ref.new):  # tail first, as in the real order
+            self._runs += 1
+            run.base, run.number = start, self._runs
         ref.old = [part for part in ref.old if part[0].base >= 0]  # else it arrived before any reference named it
         bases = [run.base for run, _, _ in ref.old]
         for run, _, stop in ref.old:

@@ -7,7 +7,6 @@ when it is asked for, never broken later. Many blocks are taken in slices: `admi
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Iterable
 
 from kvtier.errors import InvalidRequest
@@ -16,6 +15,18 @@ from kvtier.identity.keys import BlockKey
 from kvtier.times import Wall
 
 _SPARE_TIMES = 64
+_LOOKED_AT_ONCE = 1024
+"""Blocks in one table, at most: one of 100,000 stops its owner for 3 ms when it grows."""
+
+
+class _Look:
+    """Blocks that are looked at at one time."""
+
+    __slots__ = ("at", "keys")
+
+    def __init__(self, at: Wall) -> None:
+        self.at = at
+        self.keys: dict[BlockKey, None] = {}
 
 
 class Guarantees:
@@ -24,9 +35,11 @@ class Guarantees:
     def __init__(self, limit_bytes: int, block_bytes: int) -> None:
         self.limit_blocks = limit_bytes // block_bytes
         self._until = KeyMap[Wall]()
-        self._due: list[Wall] = []  # heap of the times of `_at`, and of some that are empty by now
-        self._at: dict[Wall, OrderedDict[BlockKey, None]] = {}  # blocks by when they are looked at: never too late
-        self._queued = KeyMap[Wall]()  # when each block is looked at
+        self._due: list[tuple[Wall, int, _Look]] = []  # heap, with their numbers; never too late; some are empty by now
+        self._open: dict[Wall, _Look] = {}  # those that have room
+        self._looks = 0  # made so far
+        self._empty = 0  # of those in `_due`
+        self._queued = KeyMap[_Look]()  # where each block is
         self._admitted = 0  # blocks that are still to be adopted
         self.refused = 0
 
@@ -71,26 +84,32 @@ class Guarantees:
     def adopt(self, key: BlockKey, until: Wall) -> None:
         """Guarantee a block until then or longer, whatever the limit."""
         self._until[key] = until = max(until, self.until(key))
-        if until < self._queued.get(key, Wall("inf")):
+        look = self._queued.get(key)
+        if look is None or until < look.at:
             self._queue(key, until)
 
     def _queue(self, key: BlockKey, until: Wall) -> None:
         self._unqueue(key)
-        self._queued[key] = until
-        if until not in self._at:
-            if len(self._due) > 2 * len(self._at) + _SPARE_TIMES:  # else those that were given up stay until their time
-                self._due = list(self._at)
+        look = self._open.get(until)
+        if look is None or len(look.keys) >= _LOOKED_AT_ONCE:
+            if 2 * self._empty > len(self._due) + _SPARE_TIMES:  # else those that were given up stay until their time
+                self._due = [due for due in self._due if due[-1].keys]
                 heapq.heapify(self._due)
-            self._at[until] = OrderedDict()
-            heapq.heappush(self._due, until)
-        self._at[until][key] = None
+                self._empty = 0
+            look = self._open[until] = _Look(until)
+            self._looks += 1
+            heapq.heappush(self._due, (until, self._looks, look))
+        look.keys[key] = None
+        self._queued[key] = look
 
     def _unqueue(self, key: BlockKey) -> None:
-        at = self._queued.pop(key, None)
-        if at is not None:
-            del self._at[at][key]
-            if not self._at[at]:
-                del self._at[at]
+        look = self._queued.pop(key, None)
+        if look is not None:
+            del look.keys[key]
+            if not look.keys:
+                self._empty += 1
+                if self._open.get(look.at) is look:
+                    del self._open[look.at]
 
     def drop(self, key: BlockKey) -> None:
         """End the guarantee of a block that is gone: purged, expired by max_age, damaged."""
@@ -99,16 +118,17 @@ class Guarantees:
 
     def due(self, wall_s: Wall) -> bool:
         """Whether `expire` has something to look at."""
-        return bool(self._due) and self._due[0] < wall_s
+        return bool(self._due) and self._due[0][0] < wall_s
 
     def expire(self, wall_s: Wall, most: int | None = None) -> list[BlockKey]:
         """End the guarantees whose time is over; returns their blocks. O(log n) for each that ended, or was renewed
         since it was last looked at; looks at `most` of them."""
         ended: list[BlockKey] = []
         while self.due(wall_s) and most != 0:
-            keys = self._at.get(self._due[0])
+            keys = self._due[0][-1].keys
             if not keys:
-                heapq.heappop(self._due)  # all of them were dropped
+                heapq.heappop(self._due)
+                self._empty -= 1
                 continue
             most = None if most is None else most - 1
             key = next(iter(keys))
@@ -125,9 +145,9 @@ class Guarantees:
 
     def check(self) -> None:
         """Assert that each guarantee will be looked at in time."""
-        times = set(self._due)
-        assert {key: at for at, keys in self._at.items() for key in keys} == self._queued
-        assert all(keys and at in times for at, keys in self._at.items()), "a time is lost"
-        assert all(self._queued[key] <= until for key, until in self._until.items()), "a guarantee ends too late"
+        looks = [look for _, _, look in self._due]
+        assert {key: look for look in looks for key in look.keys} == self._queued, "a block is not looked at"
+        assert all(at == look.at for at, _, look in self._due) and self._empty == sum(not look.keys for look in looks)
+        assert all(self._queued[key].at <= until for key, until in self._until.items()), "a guarantee ends too late"
         assert self._queued.keys() == self._until.keys(), "a block is looked at that has no guarantee"
         assert self._admitted >= 0, "more was settled than admitted"

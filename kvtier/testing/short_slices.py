@@ -9,6 +9,7 @@ from collections.abc import Iterator
 _SIZES = {
     "SLICE_BLOCKS",
     "MOVED_BLOCKS",
+    "LOADED_BLOCKS",
     "NAMED_AT_ONCE",
     "FADED_AT_ONCE",
     "_UNPINNED_AT_ONCE",

@@ -8,13 +8,18 @@ from threading import Lock
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from unittest.mock import Mock
 
+import pytest
+
 from kvtier.bench.retention.byteless import EmptyArena
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.accounts import LOSSES_MAX, Losses
+from kvtier.manager.admission import Admission
 from kvtier.manager.claims import Claims
 from kvtier.manager.housekeeping import _Uses
+from kvtier.manager.outcomes import Outcomes
 from kvtier.manager.write_behind import ChainBatch, QueueLimits, WriteBehind
 from kvtier.policies.lru import LRU
+from kvtier.policies.policy import POLICIES, make_policy
 from kvtier.retention.guarantees import Guarantees
 from kvtier.retention.pins import Pins
 from kvtier.testing import MemoryTier, VirtualClock, chain_of, sample_namespace
@@ -77,6 +82,38 @@ def test_what_is_protected_is_kept_in_parts() -> None:
     assert not any(key in claims for key in keys) and len(pins.delete("all")) == 5_000 and not len(pins)
 
 
+def test_blocks_that_are_guaranteed_until_one_time_are_kept_in_parts() -> None:
+    """A long chain: those to be looked at at one time were one table."""
+    keys, guarantees = list(chain_of(NS, 5_000)), Guarantees(5_000, 1)
+    guarantees.reserve(keys, Wall(600.0))
+    guarantees.check()
+    assert len(guarantees) == 5_000 and largest_dict(guarantees) <= LARGE_BYTES
+    assert guarantees.expire(Wall(601.0)) == keys
+    guarantees.check()
+
+
+def test_requests_for_blocks_are_counted_in_parts() -> None:
+    """Where a block is written below G2 only when it is wanted again: a quarter of a million is remembered."""
+    admission, keys = Admission(threshold=2), list(chain_of(NS, 5_000))
+    admission.want(keys)
+    assert not any(admission.admits(keys, index) for index in range(5_000))
+    admission.want(keys)
+    assert all(admission.admits(keys, index) for index in range(5_000))
+    assert largest_dict(admission) <= LARGE_BYTES
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_runs_are_kept_in_parts(name: str) -> None:
+    """Many short prompts: their runs were in one table by age, one by rank, and one per shadow cache."""
+    policy, prompts = make_policy(name, 8_000), [list(chain_of(NS, 1, seed=seed)) for seed in range(6_000)]
+    for number, chain in enumerate(prompts):
+        policy.reference(chain, 0, Mono(number))
+        policy.insert(chain[0])
+    policy.train()
+    assert largest_dict(policy) <= LARGE_BYTES
+    policy.check({chain[0] for chain in prompts})
+
+
 def test_blocks_on_their_way_down_are_kept_in_parts() -> None:
     """Half of G2 may wait for a slow tier."""
     clock, keys = VirtualClock(), list(chain_of(NS, 5_000))
@@ -117,3 +154,19 @@ def test_uses_of_a_slice_are_noted_once_and_passed_on_from_its_end() -> None:
     assert uses.take(3) == {4.0: [keys[3], keys[2]], 3.0: [keys[3]]} and uses.blocks == 9
     assert uses.take(4) == {3.0: keys[2::-1], 1.0: [keys[9]]} and uses.blocks == 5
     assert uses.take(100) == {1.0: keys[8:3:-1]} and uses.blocks == 0
+
+
+def test_outcomes_of_loads_are_kept_in_parts() -> None:
+    """A prompt of 100,000 blocks comes from below."""
+    tier, keys, outcomes = HostTier(EmptyArena(5_000), LRU(5_000)), list(chain_of(NS, 5_000)), Outcomes()
+    tier.open()
+    numbers, _ = tier.reserve_leading(keys, 0, None, insist=True, priority=50, wall_s=Wall(0))
+    outcomes.update((depth, Slot(number, tier._table)) for depth, number in enumerate(numbers))
+    assert largest_dict(outcomes._parts) <= LARGE_BYTES and len(outcomes) == 5_000
+    outcomes.update(dict.fromkeys(range(0, 5_000, 2), Miss.LATE))
+    del outcomes[1]
+    assert (
+        outcomes.get(0) is Miss.LATE and outcomes.get(1) is None and outcomes.get(9_999, Miss.EVICTED) is Miss.EVICTED
+    )
+    assert [slot.index for slot in outcomes.pinned()] == list(range(4_999, 1, -2))
+    assert set(outcomes) == {0, *range(2, 5_000)}

@@ -17,9 +17,11 @@ from typing import Any, cast
 import pytest
 
 import kvtier
+from kvtier.errors import TierError
 from kvtier.identity.keys import BlockKey, scope_of
 from kvtier.manager.housekeeping import Housekeeping
 from kvtier.manager.manager import Manager
+from kvtier.manager.retain import Retainer
 from kvtier.policies.policy import make_policy
 from kvtier.put import Put
 from kvtier.retention.pins import Pin, encode
@@ -85,6 +87,10 @@ async def nothing(housekeeping: Housekeeping) -> None:
     """It would come at any time; its parts are verbs here."""
 
 
+async def broken(*_: object) -> None:
+    raise TierError("g3", "retain", "no space left on device")
+
+
 async def steps_of(
     blocks: int, lower: str, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, tuple[Counter[str], Counter[str]]]:
@@ -118,6 +124,9 @@ async def steps_of(
         await verb("end of a pin", lambda: cache.pins.delete("q"))
         await verb("drop of a pin", lambda: cache.pins.delete("p", drop=True))
         await verb("guarantee", lambda: it.put(second, SURE))
+        with monkeypatch.context() as patch:
+            patch.setattr(Retainer, "_ask_below", broken)
+            await verb("not taken over below", manager.protection.tend)
         await verb("taken over below", manager.protection.tend)
         await verb("guarantees used", lambda: get(second))
         await manager._housekeeping.flush_uses()

@@ -188,8 +188,8 @@ def test_a_long_chain_that_is_new_is_named_in_steps(name: str) -> None:
     whole.reference(chain, 0, Mono(1))
     policy.check(set())
     assert steps == 10 and names(policy) == names(whole) == len(chain) == policy._known
-    assert [(run.base, run.end, run.level) for run in policy._history.values()] == [
-        (run.base, run.end, run.level) for run in whole._history.values()
+    assert [(run.base, run.end, run.level) for run in policy._history] == [
+        (run.base, run.end, run.level) for run in whole._history
     ]
     policy.chain_stored(chain, 0, Mono(2))
     assert policy._tick == 1, "it counts as referenced once"
@@ -308,7 +308,7 @@ def test_a_chain_longer_than_the_memory_costs_no_step_per_block_and_run() -> Non
             return tuple.__getitem__(self, at)
 
     policy.reference(chain_of(0, 20_000), 0, Mono(0))
-    run = next(iter(policy._history.values()))
+    run = next(iter(policy._history))
     run.blocks = Counted(run.blocks)
     policy._memory = 5000
     policy._forget(40_000)
@@ -341,7 +341,7 @@ def test_a_long_chain_is_several_runs_that_give_up_their_blocks_from_the_end(nam
     early = request(policy, 1, resident)
     for number in range(3):  # new, as it was, and with some more
         policy.reference(chain[: blocks - 100] if number < 2 else chain, len(resident) - len(early), Mono(2 + number))
-        assert max(run.end - run.base for run in policy._history.values()) <= RUN_BLOCKS
+        assert max(run.end - run.base for run in policy._history) <= RUN_BLOCKS
         assert len(policy._history) <= blocks // RUN_BLOCKS + 3
         reached = blocks - 100 if number < 2 else blocks
         for depth in range(len(resident) - len(early), reached):

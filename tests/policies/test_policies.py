@@ -192,7 +192,7 @@ def test_what_is_remembered_is_bounded(make_sessions):
             policy.reference([b"%d-%d" % (number, depth) for depth in range(120)], 0, float(number))
         remembered = policy._known
         assert MEMORY_MIN / 2 < remembered <= MEMORY_MIN + 2 * 120 + 8
-        listed = sum(run.end - run.base for run in policy._history.values())
+        listed = sum(run.end - run.base for run in policy._history)
         assert listed <= 2 * remembered + SLACK * len(policy._history)
 
 

@@ -238,6 +238,20 @@ class SlotTable:
                 covered = own
         return longer
 
+    def extend_until(self, untils: Mapping[int, Wall], wall_s: Wall) -> None:
+        """Let blocks be served until a time each, by the slot, as deep as they may be now (`Lifetime.extend_until`).
+        Those that lie one behind the other are mostly of one life: it is computed once."""
+        facts: tuple[float, object, Wall] | None = None
+        longer, ends = Lifetime(wall_s), wall_s
+        for number, until in untils.items():
+            own = self.last_uses[number], self.stamps[number], until
+            if facts is None or own[1] is not facts[1] or own[::2] != facts[::2]:
+                facts, life = own, self.life(number)
+                ceiling = life.ceiling(wall_s)
+                longer = life if ceiling is None else life.extend_until(until, ceiling, wall_s)
+                ends = longer.ends(Depth.G2)
+            self.stamp(number, longer, ends)
+
     def seal(self, number: int, digest: bytes | None) -> None:
         """Set the digest of the block's bytes; None: it is not known."""
         self.sealed[number] = digest is not None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvtier.identity.keys import Scope
 from kvtier.tiers.host.quota import Quota
 
-SLICE_NS = 1_000_000
+SLICE_NS = 500_000
 """Thread CPU time of one slice of work under the lock of a tier's owner."""
 
 

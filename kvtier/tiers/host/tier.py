@@ -35,7 +35,7 @@ from kvtier.times import Wall
 
 _EPOCH, _NO_END = Wall(0), Wall("inf")
 
-_SLICE_SLOTS = 32  # between two looks at it
+_SLICE_SLOTS = 16  # between two looks at it
 
 
 class HostTier:

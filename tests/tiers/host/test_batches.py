@@ -111,3 +111,29 @@ def test_a_generation_comes_round() -> None:
     assert slot is not None and slot.number == 0 and tier.commit(slot, 2**32 - 1, LIFE)
     tier.drop(CHAINS[0][0])
     assert table.generations[0] == 0 and not tier.commit(slot, 2**32 - 1, LIFE)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lives_are_made_longer_together_as_one_by_one(seed: int) -> None:
+    dice, tier = random.Random(seed), opened("lru")
+    assert stored(tier, CHAINS[0], 50, insist=True, width=16) == 40
+    table, numbers = tier.index.table, [tier.index[key].number for key in CHAINS[0]]
+    terms = [
+        Terms("a", ttl=60),
+        Terms("b", ttl=None, max_age=30),
+        Terms("c", ttl=5, ceiling=Depth.G2),
+        Terms("d", ttl=9e3),
+    ]
+    lives = [Lifetime.of(one, NOW) for one in terms]
+    lives += [lives[0].add(terms[1], NOW), lives[0].used(Wall(NOW + 3)), Lifetime(NOW)]
+    untils = [Wall(NOW + seconds) for seconds in (-5, 40, 5000)]
+    given = {number: dice.choice(untils) for number in numbers}
+    expected = {}
+    for number in numbers:
+        life = dice.choice(lives)
+        table.stamp(number, life, life.ends(Depth.G2))
+        ceiling = life.ceiling(Wall(NOW + 10))
+        expected[number] = life if ceiling is None else life.extend_until(given[number], ceiling, Wall(NOW + 10))
+    table.extend_until(given, Wall(NOW + 10))
+    assert {number: table.life(number) for number in numbers} == expected
+    assert all(table.expires[number] == expected[number].ends(Depth.G2) for number in numbers)

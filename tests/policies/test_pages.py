@@ -1,0 +1,70 @@
+"""Sorted pages against a sorted list, and the blocks that pass through a tier."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from kvtier.identity.key_map import KeyMap
+from kvtier.identity.keys import BlockKey
+from kvtier.identity.recent_keys import RecentKeys
+from kvtier.policies import transit
+from kvtier.policies.pages import Pages
+from kvtier.policies.transit import Transit
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pages_are_sorted_whatever_enters_and_leaves(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.policies.pages.PAGE", 4)
+    rng, pages, here = random.Random(seed), Pages[SimpleNamespace]("number"), dict[int, SimpleNamespace]()
+    for step in range(2_000):
+        if here and rng.random() < 0.48:
+            number = rng.choice([min(here), max(here), rng.choice(list(here))])
+            pages.remove(here.pop(number))
+        else:
+            number = rng.choice([step, step, -step, rng.randrange(-3_000, 3_000)])
+            if number in here:
+                continue
+            here[number] = SimpleNamespace(number=number)
+            pages.add(here[number])
+        if step % 50 == 0:
+            assert [entry.number for entry in pages] == sorted(here)
+            assert pages.first is (here[min(here)] if here else None) and bool(pages) == bool(here)
+            assert all(0 < len(page) <= 8 for page in pages._pages)
+
+
+def test_what_passes_through_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transit, "PASSING_MAX", 3)
+    passing, keys = Transit(), [BlockKey(bytes([number]) * 48) for number in range(8)]
+    for key in keys[:5]:
+        passing.expect(key)
+        passing.arrive(key)
+    assert list(passing) == keys[2:5] and list(passing.newest()) == keys[4:1:-1]
+    for key in keys[:5]:
+        passing.suspend(key)
+    assert not passing and [passing.resume(key) for key in keys[:5]] == [False, False, True, True, True]
+    passing.leave(keys[2])
+    passing.warm(keys[3])
+    assert list(passing) == [keys[4]]
+    for key in keys[4:]:
+        passing.expect(key)
+    assert passing.expected == {keys[7]}, "copies of the first three were given up"
+
+
+def test_the_latest_blocks_are_remembered() -> None:
+    recent, keys = RecentKeys(512), [BlockKey(number.to_bytes(48, "big")) for number in range(3_000)]
+    for number, key in enumerate(keys):
+        recent.put(keys[0], -1)
+        recent.put(key, number)
+    assert recent.get(keys[0]) == -1 and recent.get(keys[-1]) == 2_999 and recent.get(keys[1]) is None
+    assert 400 <= len(recent) <= 512
+
+
+def test_some_of_a_map_are_taken_out() -> None:
+    keys = [BlockKey(bytes([number]) * 48) for number in range(20)]
+    table = KeyMap[int]()
+    table.update((key, number) for number, key in enumerate(keys))
+    first, rest = table.take(7), table.take(100)
+    assert (len(first), len(rest), len(table)) == (7, 13, 0) and sorted(first + rest) == keys
