@@ -225,7 +225,10 @@ class PrefixCache:
 
     def purge(self, salt: str | bytes | None = None) -> int:
         """Drop every block of a salt (None: of requests without one) from every tier and replica, for good."""
-        self.pool.purge(Scope(self._scope(salt, None)[:TENANT_BYTES]))  # whatever class they were isolated in
+        tenant = Scope(self._scope(salt, None)[:TENANT_BYTES])  # whatever class they were isolated in
+        self.pool.purge(tenant)
+        if self._tails is not None:
+            self._tails.purge(tenant)
         return self.cache.purge(salt)
 
     def stats(self) -> dict[str, Any]:

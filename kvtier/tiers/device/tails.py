@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from kvtier.errors import ConfigError
-from kvtier.identity.keys import SCOPE_BYTES, BlockKey
+from kvtier.identity.keys import SCOPE_BYTES, BlockKey, Scope
 
 _PER_PARENT = 8
 """Blocks that are remembered behind one: the latest."""
@@ -79,6 +79,11 @@ class Tails:
         else:
             del self._behind[parent]
         return best
+
+    def purge(self, scope: Scope) -> None:
+        """Forget the tokens of this scope, which may be the beginning of several."""
+        for parent in [parent for parent in self._behind if parent.startswith(scope)]:
+            del self._behind[parent]
 
     def check(self) -> None:
         """Assert the bounds."""

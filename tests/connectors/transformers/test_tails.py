@@ -79,7 +79,12 @@ def test_tenants_terms_and_purges_hold_for_tails(config: Any, model: Any, clock:
         assert prefixes.fetch(output, salt="alice")[1] == 0
         stored(prefixes, ids, salt="alice")
         assert prefixes.fetch(output, salt="alice")[1] == 55
+        stored(prefixes, ids, salt="bob")
+        before = len(prefixes._tails)  # type: ignore[arg-type]
         prefixes.purge("alice")
+        assert len(prefixes._tails) == before // 2, "her tokens are forgotten, too"  # type: ignore[arg-type]
+        assert prefixes.fetch(output, salt="bob")[1] == 55
+        prefixes.purge("bob")
         assert prefixes.fetch(output, salt="alice")[1] == 0 and prefixes.pool.resident == 0
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.identity.keys import SHARED, BlockKey
+from kvtier.identity.keys import SHARED, BlockKey, Scope
 from kvtier.tiers.device.tails import Tails, tail_key
 
 
@@ -60,3 +60,14 @@ def test_names_depend_on_parent_tenant_and_tokens() -> None:
 def test_none_at_all_is_refused() -> None:
     with pytest.raises(ConfigError):
         Tails(0)
+
+
+def test_a_purge_forgets_a_scopes_tokens_and_no_others() -> None:
+    tails = Tails(8)
+    mine = BlockKey(bytes([7]) * len(SHARED) + bytes(32))
+    tails.add(mine, [1, 2], BlockKey(mine[:-1] + b"\1"))
+    tails.add(key(1), [1, 2], key(2))
+    tails.purge(Scope(mine[: len(SHARED)]))
+    assert len(tails) == 1 and tails.longest(mine, [1], lambda _: True) is None
+    assert tails.longest(key(1), [1], lambda _: True) == (key(2), 1)
+    tails.check()
