@@ -14,7 +14,8 @@ A state is what a step leaves at its end: in the block of its last token, which 
 token is the block's last. So with states, only a boundary at which a step ends can be held.
 
 A request that begins behind blocks of the engine's pool is trusted with them only if they are known to be right:
-computed by a request whose tokens were trusted, and still under the name that they had then.
+computed by a request whose tokens were trusted, and still under the name that they had then. Where steps are planned
+ahead, the step that fills them may be under way: they are known by the end of the request's own first step, or never.
 
 Called on the engine's one scheduler thread; nothing here waits.
 """
@@ -39,6 +40,9 @@ come to at most a quarter of the full group's bytes."""
 _SHORT_FRACTION = 16
 """With fewer free than one in so many, nothing is held."""
 
+_Found = tuple[int, int, object]
+"""Group, block, and the name under which it was found."""
+
 
 @dataclass(slots=True, eq=False)
 class Boundary:
@@ -53,6 +57,7 @@ class Boundary:
     blocks: list[int]
     groups: list[int]  # of each block: its place in `Groups.beside`
     step: int
+    behind: list[_Found]  # blocks that it was made of, and that are not known to be right
     held: bool = True
     lost: bool = False
 
@@ -65,7 +70,9 @@ class _Tables:
     life: int
     tables: list[list[int]]
     begin: int = -1  # where it began to compute; -1: it has not
-    proved: bool = True  # what lies before `begin` is right
+    began: int = -1  # in this step
+    proved: bool = True  # what lies before `begin` is right, if `behind` is
+    behind: list[_Found] = field(default_factory=list)  # found there, and not known to be right yet
     noted: int = 0  # leading blocks that are known, or were not to be
     wanted: set[int] = field(default_factory=set)
     taken: list[int] = field(default_factory=list)  # boundaries that were held
@@ -163,7 +170,7 @@ class BoundaryBlocks:
         if known is None or end <= begin:
             return
         if known.begin < 0:
-            self._begin(known, begin)
+            self._begin(known, begin, step)
         if end // self._size == begin // self._size:
             return
         prompt, last = track.request.num_prompt_tokens, end // self._size * self._size
@@ -187,23 +194,35 @@ class BoundaryBlocks:
         """Whether the last step that reached the boundary left all that it needs: states, only where it ended."""
         return not self._groups.states or tokens in known.ended
 
-    def _begin(self, known: _Tables, begin: int) -> None:
+    def _begin(self, known: _Tables, begin: int, step: int) -> None:
         """The request goes on after `begin` tokens, which were found in the pool, or loaded."""
         track, loaded = known.track, known.track.loaded
         first = (track.load_begin if loaded >= begin else begin) // self._size
-        known.begin, known.noted = begin, first
-        known.proved = begin % self._size == 0 and all(
-            self._right(group, known.tables[place][depth], track.chain, depth)
+        known.begin, known.began, known.noted = begin, step, first
+        known.proved = begin % self._size == 0
+        if not known.proved:
+            return
+        found = [
+            (group, block := known.tables[place][depth], self._name(group, block, track.chain, depth))
             for place, (group, depths) in enumerate(self._needed(begin))
             for depth in depths
             if depth < first
-        )
+        ]
+        known.proved = all(name is not None for _, _, name in found)
+        known.behind = [one for one in found if not self._right(one)] if known.proved else []
 
-    def _right(self, group: int, block: int, chain: Chain, depth: int) -> bool:
-        if depth >= len(chain):
-            return False
-        name = self._pool.named(block, chain[depth], group)
-        return name is not None and self._known.get((group, block)) is name
+    def _name(self, group: int, block: int, chain: Chain, depth: int) -> object | None:
+        return self._pool.named(block, chain[depth], group) if depth < len(chain) else None
+
+    def _right(self, found: _Found) -> bool:
+        group, block, name = found
+        return self._known.get((group, block)) is name
+
+    def _prove(self, known: _Tables, step: int) -> None:
+        """What was found at the request's begin is known to be right now, or, once its first step is over, is not."""
+        known.behind = [one for one in known.behind if not self._right(one)]
+        if known.behind and known.began <= step:
+            known.proved, known.behind = False, []
 
     def _needed(self, tokens: int) -> Iterable[tuple[int, range]]:
         """The engine's number of each group, and the depths of the blocks that it needs."""
@@ -236,7 +255,8 @@ class BoundaryBlocks:
         self.count += len(blocks) - len(tail)
         places = [place for place, depths in enumerate(needed) for _ in depths]
         nameless = Chain((), track.chain.terms)
-        self._pending.append(Boundary(track, track.life, tokens, nameless, blocks, places, step))
+        behind = [] if beyond else known.behind
+        self._pending.append(Boundary(track, track.life, tokens, nameless, blocks, places, step, behind))
         self._holding.add(self._pending[-1])
         known.taken.append(tokens)
         return True
@@ -286,7 +306,8 @@ class BoundaryBlocks:
         tail = known.tails.get(tokens, ())
         if fresh and self._still(known, tokens, tables) and self._hold(known, tokens, step, tail):
             known.tails.pop(tokens, None)  # the boundary's now
-        if names := list(self._named(known, computed // self._size)):
+        sound = (known.proved and not known.behind) or not self._groups.states
+        if sound and (names := list(self._named(known, computed // self._size))):
             self._left.append(_Left(track, track.life, step, names))
         self.drop(track.name)
 
@@ -303,16 +324,24 @@ class BoundaryBlocks:
 
     def complete(self, step: int) -> None:
         """Everything up to `step` has run: `trusted` of every track is as it left it."""
-        for known in self._requests.values():
-            if known.life == known.track.life and known.track.confirmed > known.noted:
+        self._note_left(step)
+        for known in self._requests.values():  # each after those that it may have found blocks of
+            if known.behind:
+                self._prove(known, step)
+            if known.life == known.track.life and known.track.confirmed > known.noted and not known.behind:
                 self._note(known)
             if known.tails and known.track.trusted >= known.crossed:
                 self._release_tails(known, known.crossed)
-        self._note_left(step)
         waiting = []
         for boundary in self._pending:
             track = boundary.track
-            if track.life == boundary.life and track.trusted >= boundary.tokens <= len(track.chain) * self._size:
+            boundary.behind = [one for one in boundary.behind if not self._right(one)]
+            if boundary.behind and boundary.step > step:
+                waiting.append(boundary)
+            elif boundary.behind:
+                self.given_up += len(boundary.blocks)
+                self.give_back(boundary)
+            elif track.life == boundary.life and track.trusted >= boundary.tokens <= len(track.chain) * self._size:
                 boundary.chain = self._names(track, boundary.tokens)
                 self.ready.append(boundary)
             elif boundary.step <= step or track.life != boundary.life:
@@ -323,9 +352,11 @@ class BoundaryBlocks:
         self._pending = waiting
 
     def _note(self, known: _Tables) -> None:
-        """Blocks of the request were confirmed: those of the other groups at these depths are right, too."""
-        for _, group, block, name in self._named(known, known.track.confirmed):
-            self._known[group, block] = name
+        """Blocks of the request were confirmed: those of the other groups at these depths are right, too; but no state
+        that was made of one that is not."""
+        if known.proved or not self._groups.states:
+            for _, group, block, name in self._named(known, known.track.confirmed):
+                self._known[group, block] = name
         known.noted = known.track.confirmed
 
     def _note_left(self, step: int) -> None:

@@ -441,3 +441,16 @@ def test_what_was_computed_behind_an_unknown_state_is_not_kept() -> None:
     stated = Stated(29, [0, 0, 1, 2, 3, 4, 5])
     stated.held.want(stated.track, 24)
     assert stated.step(12, 24) == [] and stated.held.given_up == 1
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_a_state_that_was_made_of_an_unknown_one_is_none_for_later_prompts(right: bool) -> None:
+    stated = Stated(25, [0, 0, 1, 0, 0, 2])
+    for depth in (2, 5):
+        block = stated.pool.blocks[stated.table[0][depth]]
+        block._block_hash = stated.request.block_hashes[depth] + (1).to_bytes(4, "big")
+        if right and depth == 2:
+            stated.held._known[1, block.block_id] = block.block_hash
+    stated.track.confirmed = 6
+    assert stated.step(12, 24) == ([(24, [2])] if right else [])
+    assert ((1, stated.blocks[2]) in stated.held._known) == right

@@ -164,3 +164,19 @@ def test_what_a_session_has_said_is_found_as_it_said_it(make: Make, seed: int) -
         storm.turn()
     storm.end()
     assert storm.engine.checked > 0 and storm.engine.half.counters["blocks_stored"] > 0
+
+
+@KINDS
+@PLANNED
+def test_prompts_behind_one_that_is_being_computed_leave_boundaries(
+    make: Make, kind: dict[str, Any], asynchronous: bool
+) -> None:
+    """They begin with blocks of the pool whose step is under way, so that nothing says yet that these are right."""
+    engine = make(**kind, async_scheduling=asynchronous, blocks=160, prefix_cache_retention_interval=None)
+    asked = [[*prompt(1, 40), *prompt(number, 20)] for number in range(2, 6)]
+    for one in asked:
+        engine.add(one, 4)
+    engine.run()
+    assert max(engine.reads.values()) == 40
+    assert [warm(engine, one) for one in asked] == [56] * 4
+    engine.check()
