@@ -15,6 +15,8 @@ from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tiers.disk import purge_log, purged, removals
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.purge_log import ALL, PurgeLog
+from kvtier.tiers.disk.purged import Purged
+from kvtier.tiers.disk.records import SCOPED_BYTES
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.protocol import Miss, Stored
 from kvtier.times import Wall
@@ -151,3 +153,23 @@ async def test_tombstones_are_bounded_and_what_they_covered_stays_dead(
         ticks = tier._store.tick
         assert await tier.purge(Scope(scopes[0]), Wall(clock.wall() - 79)) == 0
         assert tier._store.tick == ticks, "a purge that is covered is written again"
+
+
+class Rows(dict[bytes, bytes]):
+    """A write transaction's rows, without an index."""
+
+    def put(self, key: bytes, value: bytes) -> None:
+        self[key] = value
+
+    def delete(self, key: bytes) -> bool:
+        return self.pop(key, None) is not None
+
+
+@pytest.mark.parametrize("marks", [(7.0, 5.0), (5.0, 7.0, 6.0), (7.0, 7.0)])
+def test_an_older_purge_that_comes_late_brings_nothing_back(marks: tuple[float, ...]) -> None:
+    """Replicas' purges come in any order: the latest mark counts, and one tombstone is one."""
+    txn, name = Rows({purged.COUNT_KEY: bytes(4)}), b"n" * SCOPED_BYTES
+    for mark in marks:
+        Purged(txn, {}).apply(name, Wall(mark))
+    assert Purged(txn, {}).until(name) == 7.0 and txn[purged.COUNT_KEY] == (1).to_bytes(4, "little")
+    assert Purged(txn, {name: Wall(6.0)}).covers(name, Wall(6.5))
