@@ -28,11 +28,10 @@ from kvtier.errors import ClosedError, FormatError, InvalidRequest
 from kvtier.identity.keys import BlockKey
 from kvtier.request_trace import LISTENERS_MAX, WAITING_BLOCKS_MAX, WAITING_MAX, RequestTrace, _Listener, _Seen
 from kvtier.supervisor import Supervisor
-from kvtier.testing import payloads_of, sample_namespace
-from tests.support.trace_socket import listens
+from kvtier.testing import payloads_of
+from tests.support.trace_socket import NS, listening_cache
 from tests.support.waiting import eventually
 
-NS = sample_namespace(4096)
 SALT, TOKEN = "tenant-canary-71", 0x5EC2E7
 
 
@@ -43,9 +42,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cache(path: Path) -> Iterator[kvtier.Cache]:
-    raw = {"tiers": {"g2": {"capacity": "1MiB"}}, "trace": {"socket": str(path)}}
-    with kvtier.open(Config.parse(raw), NS) as cache:
-        assert eventually(lambda: listens(path))
+    with listening_cache(path) as cache:
         yield cache
 
 

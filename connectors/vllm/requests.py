@@ -20,6 +20,7 @@ from kvtier.identity.keys import BlockKey, Scope
 from kvtier.journal.served import ServedRequest
 from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
+from kvtier.retention.ranges import BlockTerms
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.protocol import Miss
 from kvtier.times import Mono
@@ -34,6 +35,8 @@ class RequestReader:
         """`names_images`: whether the engine names images by what they show. `current`: the configuration in force, as
         far as it may change."""
         self.controls, self._config = Controls(config), config
+        self.default = default_terms(self.controls)
+        """The terms of blocks without other ones; None once a reload has changed them, since G2 has some of either."""
         self._current = current or (lambda: config)
         self._names_images = names_images
         self._scopes = Scopes(config)
@@ -43,6 +46,8 @@ class RequestReader:
         """The request's parameters, and its scope: None where it may not be cached. Reads files of new adapters."""
         if (config := self._current()) is not self._config:
             self.controls, self._config = Controls(config), config
+            if default_terms(self.controls) != self.default:
+                self.default = None
         control = self.controls.parse(compat.control_of(request))
         adapter = self._adapters.of(compat.adapter_of(request))
         unnamed = not self._names_images and compat.holds_media(request)
@@ -58,6 +63,11 @@ class RequestReader:
     def told(self, adapters: Mapping[int, str]) -> set[int]:
         """The workers have loaded these adapters, by id. Returns the ids that were taken for others until now."""
         return self._adapters.told(adapters)
+
+
+def default_terms(controls: Controls) -> BlockTerms | None:
+    """Of a block whose request says nothing."""
+    return controls.parse(None).chain_terms(1).only
 
 
 @dataclass(slots=True, eq=False)

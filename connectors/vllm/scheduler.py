@@ -74,7 +74,6 @@ class SchedulerHalf:
         self._caches = caches
         self._events = events
         self._reader = reader
-        self._default = reader.controls.parse(None).chain_terms(caches.namespace.block_tokens).only
         self._limits = limits
         self._clock = clock
         self._block_tokens = caches.namespace.block_tokens
@@ -336,7 +335,7 @@ class SchedulerHalf:
         for job, ranks in answers.done.items():
             or_fallback(self._answer, job, ranks, answers.failed.get(job, set()), fallback=None)
         for confirmed in self._confirmer.complete(answers.step, self._known):
-            self._stores.mark(confirmed, self._manager, self._default)
+            self._stores.mark(confirmed, self._manager, self._reader.default)
         now = self._clock.monotonic()
         while self._launched and self._launched[0][0] <= answers.step:
             _, tokens, ran = self._launched.popleft()

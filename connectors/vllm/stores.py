@@ -146,14 +146,14 @@ class Stores:
             self._dirty.add(block, chain, depth, now, token)
 
     def mark(self, confirmed: Confirmed, manager: Manager | None, default: BlockTerms | None) -> None:
-        """Add the blocks that may be stored and lie not in G2 yet; with terms other than `default` all of them, since
-        a store renews the terms."""
+        """Add the blocks that may be stored and lie not in G2 yet; with terms other than `default`, or where that is
+        None, all of them, since a store renews the terms."""
         track, start, blocks, tokens, found = confirmed
         count = track.storable_blocks - start
         if not track.storable or count <= 0:
             return
         blocks, tokens, chain = blocks[:count], tokens[:count], track.chain
-        if not found or chain.terms.only != default or manager is None:
+        if not found or default is None or chain.terms.only != default or manager is None:
             self.add(chain, start, blocks, tokens)
             return
         for depth, block, token in zip(range(start, start + count), blocks, tokens, strict=False):

@@ -19,17 +19,16 @@ import kvtier
 from kvtier.cli.ask import ask
 from kvtier.cli.prompt_break import BUILTIN
 from kvtier.cli.trace_socket import SocketSilent
-from kvtier.config import Config
 from kvtier.errors import FormatError, InvalidRequest
 from kvtier.identity.keys import make_keys, scope_of
 from kvtier.journal.answers import Answers
 from kvtier.journal.journal import Journal
 from kvtier.journal.served import ServedRequest
 from kvtier.request_trace import LISTENERS_MAX
-from kvtier.testing import payloads_of, sample_namespace
+from kvtier.testing import payloads_of
+from tests.support.trace_socket import listening_cache
 from tests.support.waiting import eventually
 
-NS = sample_namespace(4096)
 RANDOM = random.Random(11)
 SYSTEM = [RANDOM.randrange(50_000) for _ in range(400)]
 HISTORY = [RANDOM.randrange(50_000) for _ in range(1200)]
@@ -42,16 +41,8 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cache(path: Path) -> Iterator[kvtier.Cache]:
-    raw = {"tiers": {"g2": {"capacity": "1MiB"}}, "trace": {"socket": str(path)}}
-    with kvtier.open(Config.parse(raw), NS) as cache:
-        assert eventually(lambda: answers(path))
+    with listening_cache(path) as cache:
         yield cache
-
-
-def answers(path: Path) -> bool:
-    with contextlib.suppress(SocketSilent, InvalidRequest):  # it is not there yet
-        return bool(ask(path, {"ask": "latest"}))
-    return False
 
 
 def served(cache: kvtier.Cache, name: str, tokens: Sequence[int], salt: str | None = None, **facts: Any) -> None:
@@ -223,7 +214,7 @@ def test_a_question_that_does_not_end_is_given_up(cache: kvtier.Cache, path: Pat
         with contextlib.suppress(OSError):
             while asking.recv(1 << 12):
                 pass
-    assert eventually(lambda: not cache.trace._listeners) and answers(path)
+    assert eventually(lambda: not cache.trace._listeners) and ask(path, {"ask": "latest"})
 
 
 def endless(**changed: Any) -> bytes:

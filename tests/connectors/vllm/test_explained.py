@@ -145,6 +145,24 @@ def test_a_reload_of_a_running_engine_holds_for_later_requests_and_later_caches(
         engine.close()
 
 
+def test_a_class_that_was_the_default_is_kept_when_it_is_asked_for(tmp_path: Path, socket: Path) -> None:
+    """The engine has the blocks itself, and G2 has them under the default that was reloaded."""
+    file, text = tmp_path / "kv.yaml", "retention: {{default: {}}}\ntrace: {{socket: {}}}\n"
+    file.write_text(text.format("24h", socket))
+    engine = Modelless(tmp_path, [], size=SIZE, connector={"kvtier_config": str(file)})
+    try:
+        assert eventually(lambda: listens(socket))
+        file.write_text(text.format("5m", socket))
+        assert ask(socket, {"ask": "reload"})["changed"] == ["retention.default"]
+        played(engine, prompt(7), "short")
+        played(engine, prompt(7), "long", control={"retention": "24h"})
+        host, hour_hence = engine.cache.manager.host, time.time() + 3600
+        kept = [host._table.expires[number] > hour_hence for part in host.index.parts for number in part.values()]
+        assert sum(kept) >= len(prompt(7)) // SIZE, "only those of its answer"
+    finally:
+        engine.close()
+
+
 def refusal(socket: Path) -> str:
     with pytest.raises(InvalidRequest) as wrong:
         ask(socket, {"ask": "reload"})
