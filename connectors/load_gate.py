@@ -43,7 +43,7 @@ _DEAREST_LOOK = 8.0
 are, would end all looks for long, and the average of such chances is in the price."""
 _FIRST_S, _FIRST_BLOCK_S = 0.05, 0.005
 """As long is a load waited for before any prefill has told what it is worth, and so much longer per block."""
-_FIRST_DEBT, _DEBT_GROWTH = 12, 3
+_FIRST_DEBT, _DEBT_GROWTH = 16, 3
 """A load that is thought to cost more is looked at without credit at so many hits, and whenever these have grown so
 many times since. About the schedule with the least regret over loads that get cheap at an unknown hit: looks at hits 3,
 16 and 64 of 120 (tests/connectors/test_load_gate.py)."""
