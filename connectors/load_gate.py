@@ -6,10 +6,13 @@ prefill does not explain was the load's. To these comes what either costs the ot
 their prefill, and by what they are longer while blocks arrive was the load's.
 
 The gate looks at the other choice now and then, within a budget: a share of all the time that it has seen requests
-take, and half of what earlier looks gained. So looks cost at most that share. And a load is waited for only as long as
-it may save, so one that nobody could foresee costs no more than its blocks computed twice. On the engines that the
-tests make up (dear or cheap loads, drifting, noisy, with rare outliers), over replays of 2,000 requests, it is never
-more than a twentieth worse than the better of always and never loading. Shorter replays leave less time to learn.
+take, and half of what earlier looks gained. So looks cost at most that share. Beside it, a load that is thought to cost
+more is looked at whenever hits have grown threefold: the share of a short replay pays for no look at all. Over n hits
+these are log₃ n, and what they cost is a debt that the budget pays before any look of its own. And a load is waited for
+only as long as it may save, so one that nobody could foresee costs no more than its blocks computed twice. On the
+engines that the tests make up (dear or cheap loads, drifting, noisy, with rare outliers), over replays of 2,000
+requests, it is never more than a twentieth worse than the better of always and never loading. Shorter replays leave
+less time to learn.
 """
 
 from __future__ import annotations
@@ -40,6 +43,10 @@ _DEAREST_LOOK = 8.0
 are, would end all looks for long, and the average of such chances is in the price."""
 _FIRST_S, _FIRST_BLOCK_S = 0.05, 0.005
 """As long is a load waited for before any prefill has told what it is worth, and so much longer per block."""
+_FIRST_DEBT, _DEBT_GROWTH = 16, 3
+"""A load that is thought to cost more is looked at without credit at so many hits, and whenever these have grown so
+many times since. About the schedule with the least regret over loads that get cheap at an unknown hit: looks at hits 3,
+16 and 64 of 120 (tests/connectors/test_load_gate.py)."""
 _SURE = 3.0
 """Standard errors of both estimates together from which on a difference is beyond doubt."""
 
@@ -78,6 +85,8 @@ class LoadGate:
         self._credit_s = 0.0
         self._price_s = 0.0  # of the dearest look lately
         self._since_look = 0
+        self._hits = 0
+        self._debt_at = _FIRST_DEBT  # hits at which the next look is made without credit
 
     def decide(self, way: str, blocks: int, others: int = 0) -> Verdict:
         """Whether to load so many blocks while `others` requests run, and how long to wait for them."""
@@ -96,6 +105,7 @@ class LoadGate:
 
     def _choose(self, way: str, blocks: int, others: int) -> Verdict:
         loads = self._loads[way]
+        self._hits += 1
         if len(self._prefill) < _SAMPLES_MIN:
             self._untold[way] += 1
             return Verdict(way, blocks, self._untold[way] == 1)  # loads alone tell nothing
@@ -110,8 +120,11 @@ class LoadGate:
         self._price_s = max(price_s, _PRICE_KEPT * self._price_s)
         self._credit_s = min(self._credit_s, _LOOKS_AT_ONCE * self._price_s)
         sure = price_s > _SURE * (loads.error() + self._prefill.error())
-        if self._since_look < (_LOOK_EVERY_SURE if sure else _LOOK_EVERY) or price_s > self._credit_s:
+        due = self._since_look >= (_LOOK_EVERY_SURE if sure else _LOOK_EVERY) and price_s <= self._credit_s
+        if not (due or (gain_s < 0 and self._hits >= self._debt_at)):
             return Verdict(way, blocks, gain_s >= 0)
+        if gain_s < 0 and not due:
+            self._debt_at = _DEBT_GROWTH * self._hits
         self._since_look = 0
         if gain_s >= 0:
             return Verdict(way, blocks, False, True, load_s, -held_s, price_s)

