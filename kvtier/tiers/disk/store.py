@@ -409,11 +409,11 @@ class Store:
             return False
         jobs = [*self._removals.due_jobs(index), *self.room.due_jobs(index)]
         jobs += [*self._dead_owners.due_jobs(index), *self._idle.trials.due_jobs(index, self._wall)]
-        touches = self.touches and self.may_write(COMMIT_BYTES)
-        wanted = jobs or touches or self.reserved.has_returned
+        may_write = self.may_write(COMMIT_BYTES)  # where it may not, nobody asks for slots either
+        wanted = jobs or (may_write and (self.touches or self.reserved.has_returned))
         if wanted and not self._commit(jobs or [CommitJob(lambda txn: None)]):
             return False
-        return self.room.busy or self.reserved.has_returned or bool(touches and self.touches)
+        return self.room.busy or (may_write and (self.reserved.has_returned or bool(self.touches)))
 
     def _probe(self) -> None:
         """Try to open the store again, at growing intervals, once no thread of this process moves blocks."""
