@@ -89,9 +89,16 @@ class Face:
 
         return Answers(self.journal, self._clock.wall, self._block_s, self._reload_source).to(line)
 
-    def _reload_source(self) -> dict[str, Any]:
+    def _reload_source(self, asked: object) -> dict[str, Any]:
         if (source := self.source) is None:
             raise ConfigError("this cache was opened with no YAML file that it could read anew; restart it")
+        if not isinstance(asked, str | None):
+            raise InvalidRequest("file: a path, or null for the file that the cache was opened with")
+        if asked is not None and os.path.realpath(asked) != os.path.realpath(source):
+            raise InvalidRequest(
+                f"this cache was opened with {source}, not with {asked}; nothing was changed. Give that file, or "
+                "the trace.socket where the file has another path for you, as with a container"
+            )
         return {"file": str(source), "changed": self.reload(source)}
 
     def _block_s(self) -> float | None:

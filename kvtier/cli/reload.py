@@ -17,14 +17,15 @@ Source = Annotated[
 
 
 def reload(source: Source, json: Json = False) -> None:
-    """Have the cache that listens at trace.socket take over what its own file changes. A mistake in the file, or a
-    change that needs a restart, is named, and nothing is changed."""
-    answer = ask(source, {"ask": "reload"})
-    file, changed = answer.get("file"), answer.get("changed")
-    if not isinstance(file, str) or not isinstance(changed, list):
+    """Have the cache that listens at trace.socket take over what its own file changes. Another file than its own, a
+    mistake in the file, or a change that needs a restart, is named, and nothing is changed."""
+    file = None if source.is_socket() else str(source.absolute())
+    answer = ask(source, {"ask": "reload", "file": file})
+    read, changed = answer.get("file"), answer.get("changed")
+    if not isinstance(read, str) or not isinstance(changed, list):
         raise FormatError(f"{source}: what answers is no trace socket of this release of kvtier")
     names = [shown(key) for key in changed]
     if json:
-        write_json({"file": file, "changed": names})
+        write_json({"file": read, "changed": names})
         return
-    console().print(f"{shown(file, 4096)}: {', '.join(names) or 'nothing changed'}", soft_wrap=True)
+    console().print(f"{shown(read, 4096)}: {', '.join(names) or 'nothing changed'}", soft_wrap=True)

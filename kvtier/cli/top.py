@@ -56,8 +56,10 @@ def top(
     engine, until q. A reading that fails is shown and tried again."""
     if engine is not None and not web:
         raise InvalidRequest("--engine is for --web: `kvtier explain --engine` shows requests in a terminal")
+    if web and (json or once):
+        raise InvalidRequest("--web shows a page until q or Ctrl-C; --json and --once read once, and end")
     screen = Screen(read_figures(url))  # a mistyped URL ends it at once
-    if web and not json:
+    if web:
         serve_page(screen, url, interval, port, engine)
         return
     if json:

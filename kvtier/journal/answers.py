@@ -3,7 +3,7 @@
     {"ask": "request", "name": text, "earlier": text or null, "excerpt": true}    why it was not given more
     {"ask": "breaks"}                                                             the dearest ones
     {"ask": "latest"}                                                             heat of prefixes, slow requests
-    {"ask": "reload"}                                                             the cache reads its YAML file anew
+    {"ask": "reload", "file": path or null}                                       the cache reads its YAML file anew
 
 An answer has `kvtier_answer`, or `refused` with the reason. No salt, no key and no token of a prompt is in it, but for
 the tokens around the place where two prompts part, if `excerpt` asks for them.
@@ -38,10 +38,11 @@ class Answers:
         journal: Journal,
         wall: Callable[[], float],
         block_s: Callable[[], float | None],
-        reload: Callable[[], dict[str, Any]] | None = None,
+        reload: Callable[[object], dict[str, Any]] | None = None,
     ) -> None:
         """`block_s`: what a block takes to compute, in seconds, as far as that is known. `reload` has the cache read
-        its file, and says what has changed; it raises ConfigError."""
+        its file, which must be the one that it is given unless that is None, and says what has changed; it raises
+        ConfigError or InvalidRequest."""
         self._reload = reload
         self._journal = journal
         self._wall = wall
@@ -66,7 +67,7 @@ class Answers:
             case "latest":
                 return self._latest()
             case "reload" if self._reload is not None:
-                return self._reload()
+                return self._reload(question.get("file"))
         raise InvalidRequest("ask is request, breaks, latest or reload")
 
     def _about(self, latest: list[Remembered]) -> dict[str, Any]:

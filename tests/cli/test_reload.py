@@ -83,6 +83,16 @@ def test_what_cannot_be_taken_over_is_named_and_nothing_changes(
     assert failed.status == 2 and part in failed.err and cache.config is before
 
 
+def test_another_file_than_its_own_is_refused(cache: kvtier.Cache, file: Path, tmp_path: Path, run: Any) -> None:
+    """The engine would read its own, and the operator would take the other for the one in force."""
+    (other := tmp_path / "other.yaml").write_text(text(tmp_path, default="5m"))
+    failed = run("reload", other)
+    assert failed.status == 2 and f"opened with {file}, not with" in failed.err and "other.yaml" in failed.err
+    assert cache.config.retention.default == "24h"
+    (link := tmp_path / "link.yaml").symlink_to(file)
+    assert run("reload", link).out == f"{file}: nothing changed\n", "another name of its own"
+
+
 def test_a_cache_without_a_file_says_so(tmp_path: Path, run: Any) -> None:
     raw = {"tiers": {"g2": {"capacity": "1MiB"}}, "trace": {"socket": str(tmp_path / "kv.sock")}}
     with kvtier.open(Config.parse(raw), NS):

@@ -174,6 +174,15 @@ def test_the_command_serves_until_it_is_interrupted() -> None:
             assert process.wait(60) == 130
 
 
+@pytest.mark.parametrize("options", [["--web", "--json"], ["--web", "--once"], ["--engine", "kv.yaml", "--json"]])
+def test_options_that_would_be_ignored_are_refused(run: Any, options: list[str]) -> None:
+    """`--web --json --engine` printed figures without the engine's."""
+    stats: dict[str, Any] = {"requests": {"lookups": 5, "hits": 1, "misses": {}}}
+    with serve(lambda: stats, 0) as endpoint:
+        failed = run("top", endpoint.url, *options)
+    assert failed.status == 2 and "--web" in failed.err
+
+
 ANSWER: dict[str, Any] = {
     "kvtier_answer": 1, "requests": 3, "since_s": 60.5,
     "prefixes": [{"prefix": "3f2a91bc", "requests": 3, "shared_tokens": 512, "input_tokens": 900, "computed": 100,
