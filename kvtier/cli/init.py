@@ -40,8 +40,9 @@ STARTS = {
   --enable-unified-cache-external-linker --unified-cache-external-linker-backend dynamic \\
   --unified-cache-external-linker-config '{{"linker": "KVTierLinker",
       "linker_module_path": "kvtier.connectors.sglang", "linker_extra_config": {{"kvtier_config": "{file}"}}}}'""",
-    "transformers": """from kvtier.connectors.transformers import PrefixCache
-with PrefixCache(kvtier.Config.load("{file}"), model) as prefixes: …""",
+    "transformers": """import kvtier
+from kvtier.connectors.transformers import PrefixCache
+with PrefixCache(kvtier.Config.load("{file}"), model) as prefixes: ...""",
 }
 
 

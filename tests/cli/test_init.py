@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import yaml
 
 from kvtier.cli import machine
-from kvtier.cli.init import Measured, rendered
+from kvtier.cli.init import STARTS, Measured, rendered
 from kvtier.config import Config
 from kvtier.config.explain import known_keys
 
@@ -70,6 +71,15 @@ def test_every_key_is_in_it_and_each_line_may_be_uncommented(tmp_path: Path) -> 
     whole["tiers"]["g4"]["client"] = "auto"
     secret = {"KVTIER_SECRET": "0123456789abcdef"}
     assert Config.parse(whole, secret).tiers.g2.capacity == 20 << 30
+
+
+def test_the_lines_for_transformers_import_what_they_use() -> None:
+    tree = ast.parse(STARTS["transformers"].format(file="kvtier.yaml"))
+    imported = {
+        name.name for each in ast.walk(tree) if isinstance(each, ast.Import | ast.ImportFrom) for name in each.names
+    }
+    names = [each for each in ast.walk(tree) if isinstance(each, ast.Name)]
+    assert {each.id for each in names if isinstance(each.ctx, ast.Load)} - imported == {"model"}
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])

@@ -128,7 +128,7 @@ def _headline(worth: Worth, points: Mapping[float, float], longest: float) -> st
             )
         )
     if worth.ssd:
-        figures.append(_figure(f"{worth.ssd['drive_writes_per_day']:.2g}", "drive writes per day on the SSD"))
+        figures.append(_figure(f"{worth.ssd['drive_writes_per_day']:,.2f}", "drive writes per day on the SSD"))
     return f'<div class="figures">{"".join(figures)}</div>'
 
 
@@ -189,7 +189,7 @@ def _money(worth: Worth) -> list[str]:
     if worth.ssd:
         out.append(
             f"<p>The SSD takes {worth.ssd['written_gb_per_day']:,.0f} GB a day, "
-            f"{worth.ssd['drive_writes_per_day']:.2g} drive writes; rated for "
+            f"{worth.ssd['drive_writes_per_day']:,.2f} drive writes; rated for "
             f"{worth.assumptions.drive_writes_per_day:g} over {worth.assumptions.drive_years:g} years it lasts "
             f"{worth.ssd['endurance_days']:,.0f} days.</p>"
         )

@@ -193,8 +193,8 @@ def _show(worth: Mapping[str, Any]) -> None:
     wear, cost = worth["ssd"], worth.get("cost_per_month")
     if wear:
         console().print(
-            f"SSD: {wear['written_gb_per_day']:,.0f} GB written a day, {wear['drive_writes_per_day']:.2g} drive writes;"
-            f" its endurance lasts {wear['endurance_days']:,.0f} days."
+            f"SSD: {wear['written_gb_per_day']:,.0f} GB written a day, {wear['drive_writes_per_day']:,.2f} drive "
+            f"writes; its endurance lasts {wear['endurance_days']:,.0f} days."
         )
     if cost:
         console().print(
