@@ -7,8 +7,9 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvtier.identity.keys import Scope, scope_of
 from kvtier.retention.hints import KEYS, NO_HINTS, SESSION_CHARS_MAX, Hints, read_hints
 from kvtier.retention.ranges import ChainTerms, RequestTerms, TokenRange, request_terms
 from kvtier.retention.terms import Depth, Terms
-from kvtier.units import parse_duration, shorten
+from kvtier.units import parse_duration
 
 log = logging.getLogger(__name__)
 
@@ -117,10 +118,10 @@ class Controls:
 
     def _parse(self, raw: object) -> Control:
         if not isinstance(raw, Mapping):
-            raise InvalidRequest(f"kvtier parameters must be a mapping, got {shorten(raw)}")
+            raise InvalidRequest(f"kvtier parameters must be a mapping, got {_told(raw)}")
         unknown = next((key for key in raw if key not in _KEYS), None)
         if unknown is not None:
-            raise InvalidRequest(f"kvtier.{shorten(unknown)} is unknown; known: {', '.join(_KEYS)}")
+            raise InvalidRequest(f"kvtier: no key is {_told(unknown, _KEYS)}")
         for key, value in raw.items():
             _check_size(key, value)
         hints = _hints(raw.get("hints"))
@@ -128,14 +129,14 @@ class Controls:
         switches = {name: raw.get(name, default) for name, default in _SWITCHES.items()}
         for name, value in switches.items():
             if not isinstance(value, bool):
-                raise InvalidRequest(f"kvtier.{name} must be true or false, got {shorten(value)}")
+                raise InvalidRequest(f"kvtier.{name} must be true or false, got {_told(value)}")
         compared_with = raw.get("compared_with", "")
         if not isinstance(compared_with, str) or len(compared_with) > _ID_CHARS_MAX:
-            raise InvalidRequest(f"kvtier.compared_with must be a request id, got {shorten(compared_with)}")
+            raise InvalidRequest(f"kvtier.compared_with must be a request id, got {_told(compared_with)}")
         pin = _pin_request(raw["pin"]) if raw.get("pin") is not None else None
         session = raw.get("session", "")
         if not isinstance(session, str) or len(session) > _ID_CHARS_MAX:
-            raise InvalidRequest(f"kvtier.session must be a text, got {shorten(session)}")
+            raise InvalidRequest(f"kvtier.session must be a text, got {_told(session)}")
         return Control(
             request.default, **switches, ranges=request.ranges, pin=pin, compared_with=compared_with,
             session=session or hints.session, hints=hints,
@@ -147,17 +148,33 @@ class Controls:
         if name is None and not ranges:
             name, ranges = hints.retention or None, hints.ranges
         if name is not None and not isinstance(name, str):
-            raise InvalidRequest(f"kvtier.retention must name a class, got {shorten(name)}")
+            raise InvalidRequest(f"kvtier.retention must name a class, got {_told(name)}")
         if not isinstance(ranges, list | tuple):
-            raise InvalidRequest(f"kvtier.ranges must be a list of [start, stop, class], got {shorten(ranges)}")
+            raise InvalidRequest(f"kvtier.ranges must be a list of [start, stop, class], got {_told(ranges)}")
+        self._check_names(name, *(each[2] for each in ranges if isinstance(each, list | tuple) and len(each) == 3))
         request = request_terms(ranges, self._classes, name or self._default_name)
         if ceiling is None:
             return request
         if ceiling not in ("g2", "g3", "g4"):
-            raise InvalidRequest(f"kvtier.ceiling must be g2, g3 or g4, got {shorten(ceiling)}")
+            raise InvalidRequest(f"kvtier.ceiling must be g2, g3 or g4, got {_told(ceiling)}")
         depth = Depth[ceiling.upper()]
         shallow = tuple(replace(r, terms=_at_most(r.terms, depth)) for r in request.ranges)
         return RequestTerms(_at_most(request.default, depth), shallow)
+
+    def _check_names(self, *given: object) -> None:
+        known = [terms.name for terms in self._classes]
+        for name in given:
+            if isinstance(name, str) and name not in known:
+                raise InvalidRequest(f"kvtier: no retention class is {_told(name, known)}")
+
+
+def _told(value: object, known: Collection[str] = ()) -> str:
+    """A wrong value, where some are known, as the log has it: a client may have put its salt, or the prompt, there."""
+    if not isinstance(value, str):
+        return f"a value of type {type(value).__name__}"
+    near = difflib.get_close_matches(value[:32], known, n=1)
+    meant = f" (did you mean {near[0]}?)" if near else ""
+    return f"a text of {len(value)} characters{meant}{'; known: ' if known else ''}{', '.join(sorted(known))}"
 
 
 def _check_size(key: str, raw: object) -> None:
@@ -191,7 +208,7 @@ def _hints(raw: object) -> Hints:
     if raw is None:
         return NO_HINTS
     if not isinstance(raw, Mapping):
-        raise InvalidRequest(f"kvtier.hints must be a mapping, got {shorten(raw)}")
+        raise InvalidRequest(f"kvtier.hints must be a mapping, got {_told(raw)}")
     return read_hints(raw)
 
 
@@ -204,7 +221,10 @@ def _pin_request(raw: object) -> PinRequest:
         raise InvalidRequest(
             'kvtier.pin must be {"name": text, "ttl": duration}, such as {"name": "manual", "ttl": "1h"}'
         )
-    return PinRequest(raw["name"], parse_duration(raw["ttl"]))
+    try:
+        return PinRequest(raw["name"], parse_duration(raw["ttl"]))
+    except InvalidRequest:
+        raise InvalidRequest("kvtier.pin.ttl must be a duration of at most 10 years, such as 1h") from None
 
 
 class Scopes:

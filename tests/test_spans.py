@@ -16,6 +16,7 @@ import kvtier
 import kvtier.spans
 from kvtier.config import Config
 from kvtier.errors import ConfigError
+from kvtier.identity.keys import SCOPE_BYTES
 from kvtier.metrics import StatsCollector
 from kvtier.spans import in_trace, set_spans, span
 from kvtier.testing import payloads_of, sample_namespace
@@ -112,6 +113,7 @@ def test_an_error_is_told_by_its_class_alone(spans: Any) -> None:
 def test_nothing_tells_of_prompts_and_tenants(spans: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     raw = config(tmp_path).model_dump(mode="json") | {"security": {"scope_secret": "secret-canary-0123456789"}}
+    raw["tiers"]["g4"] = {"url": f"file://{tmp_path}/g4"}
     with kvtier.open(Config.parse(raw), NS) as cache:
         keys = cache.chain_hashes([TOKEN + number for number in range(128)], SALT)
         cache.put(keys, payloads_of(keys, 4096), request_id="r")
@@ -121,18 +123,25 @@ def test_nothing_tells_of_prompts_and_tenants(spans: Any, tmp_path: Path, caplog
             slab.write_bytes(b"\xff" * slab.stat().st_size)
         with cache.get(keys, request_id="r"):
             pass
+        for tier in ("g2", "g3"):
+            cache.evict(tier)
+        for unit in (path for path in (tmp_path / "g4").rglob("*") if path.is_file() and path.stat().st_size > 4096):
+            unit.write_bytes(unit.read_bytes()[:-4096] + bytes(4096))
+        with cache.get(keys, request_id="r"):
+            pass
         cache.purge(SALT)
         registry = CollectorRegistry()
         registry.register(StatsCollector(cache.stats))
         told = generate_latest(registry).decode() + repr(cache.stats())
     told += caplog.text + "".join(one.to_json() for one in spans.get_finished_spans())
-    assert "kv.transfer" in told and "corrupt" in told
+    assert "kv.transfer" in told and "corrupt" in told and "failed its check twice" in told
     for secret in (
         SALT,
         str(TOKEN),
         "secret-canary",
         *(key.hex()[:16] for key in keys),
-        *(key.hex()[-16:] for key in keys),
+        *(key[start:].hex()[:12] for key in keys for start in (SCOPE_BYTES, SCOPE_BYTES + 20)),
+        *(key.hex()[-12:] for key in keys),
     ):
         assert secret not in told
     for key in keys:

@@ -48,7 +48,8 @@ with PrefixCache(kvtier.Config.load("{file}"), model) as prefixes: ...""",
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Sizes of this machine and the shares that a configuration may take, in bytes; g3_bytes 0: no G3."""
+    """Sizes of this machine and the shares that a configuration may take, in bytes; g3_bytes 0: no G3. Drives are rated
+    for so many writes of all that they hold: `g3_writes_per_day` of G3's bytes are one of the whole disk."""
 
     ram_bytes: int
     g2_bytes: int
@@ -56,6 +57,7 @@ class Measured:
     g3_bytes: int
     disk: str
     kv_bytes_per_token: int
+    g3_writes_per_day: int = 1
 
 
 def init(
@@ -87,7 +89,8 @@ def measure(path: Path | None, shape: CacheShape | None) -> Measured:
     g3 = _rounded(int(mount.free_bytes * DISK_SHARE)) if mount is not None else 0
     g3 = g3 if g3 >= G3_MIN else 0
     per_token = shape.bytes_per_token if shape is not None else 0
-    return Measured(ram, _rounded(int(ram * RAM_SHARE)), str(path or ""), g3, str(mount or ""), per_token)
+    writes = max(1, mount.whole_bytes // g3) if mount is not None and g3 else 1
+    return Measured(ram, _rounded(int(ram * RAM_SHARE)), str(path or ""), g3, str(mount or ""), per_token, writes)
 
 
 def read_preset(name: str) -> str:
@@ -103,13 +106,15 @@ def rendered(found: Measured, shape: CacheShape | None) -> str:
     """The YAML text: keys that are set, the others commented out with their defaults. Pure."""
     given: dict[str, Any] = {"version": 1, "tiers.g2.capacity": format_size(found.g2_bytes), "retention.default": "24h"}
     if found.g3_bytes:
-        capacity = format_size(found.g3_bytes)
-        given |= {"tiers.g3.path": found.g3_path, "tiers.g3.capacity": capacity, "tiers.g3.write_budget": "1DWPD"}
+        capacity, budget = format_size(found.g3_bytes), f"{found.g3_writes_per_day}DWPD"
+        given |= {"tiers.g3.path": found.g3_path, "tiers.g3.capacity": capacity, "tiers.g3.write_budget": budget}
     lines = [
         "# Written by `kvtier init`. Keys behind # show their default, or an example where they have none.",
         "# `kvtier config check` reads this file, `kvtier doctor` tries it on this machine.",
         f"# Measured: {found.ram_bytes / 2**30:.1f} GiB of RAM free; disk {found.disk or 'none'}.",
     ]
+    if found.g3_bytes:
+        lines.append("# tiers.g3.write_budget lets G3 write as much in a day as the whole disk holds.")
     if shape is not None:
         tokens = " and ".join(
             f"{name} {size // shape.bytes_per_token:,} tokens"

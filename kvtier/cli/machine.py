@@ -21,6 +21,7 @@ class Mount:
     read_only: bool
     free_bytes: int
     spins: bool | None
+    whole_bytes: int = 0
 
     def __str__(self) -> str:
         device = {True: ", a hard disk", False: ", an SSD", None: ""}[self.spins]
@@ -39,7 +40,8 @@ def mounts(table: Path = Path("/proc/self/mounts")) -> Iterator[Mount]:
         except OSError:
             continue
         yield Mount(
-            place, source, kind, "ro" in options.split(","), stat.f_bavail * stat.f_frsize, _spins(device)
+            place, source, kind, "ro" in options.split(","), stat.f_bavail * stat.f_frsize, _spins(device),
+            stat.f_blocks * stat.f_frsize,
         )  # fmt: skip
 
 

@@ -184,13 +184,17 @@ class Screen:
         return "" if bytes_s is None else f"{bytes_s / 2**20:,.1f} MiB/s"
 
     def _wear(self, tier: str) -> str:
-        """Bytes written to the device per day at the present rate, as a share of the budget where there is one."""
+        """Bytes written to the device per day at the present rate, as a share of the budget where there is one, and
+        whether that is spent, so that blocks are refused."""
         name = "device_written_bytes"
         if self.seconds <= 0 or not self.now[tier].get(name) or name not in self.before.get(tier, {}):
             return ""
         per_day = self._grown(tier, name) / self.seconds * DAY_S
         budget = self.now[tier].get("write_budget_bytes", 0)
-        return f"{per_day / budget:.0%} of budget" if budget else f"{per_day / 2**40:,.2f} TiB/day"
+        if not budget:
+            return f"{per_day / 2**40:,.2f} TiB/day"
+        spent = ", spent" if self._grown(tier, "stored_blocks[budget]") else ""
+        return f"{per_day / budget:.0%} of budget{spent}"
 
     def _p99_ms(self, tier: str, verb: str) -> str:
         """Of the calls since the last reading, or of all where there were none; upper bound of its bucket."""

@@ -339,15 +339,15 @@ def _classes(raw: Mapping[str, Any]) -> tuple[str, tuple[tuple[int, int, str], .
     wanted = raw.get("prompt_cache_retention")
     named = {"in_memory": "in_memory", "in-memory": "in_memory", "24h": "24h", None: ""}
     if not isinstance(wanted, str | None) or wanted not in named:
-        raise InvalidRequest(f"prompt_cache_retention must be in_memory or 24h, got {shorten(wanted)}")
+        raise InvalidRequest("prompt_cache_retention must be in_memory or 24h")
     retention = named[wanted]
     given = raw.get("cache_control")
     if given is None:
         return retention, ()
     try:
         points = _as(_Breakpoints, {"points": given if isinstance(given, list) else [given]}).points
-    except msgspec.ValidationError as wrong:
-        raise InvalidRequest(f"cache_control: {shorten(str(wrong))}") from None
+    except msgspec.ValidationError:  # it repeats what the client wrote, and this is logged
+        raise InvalidRequest("cache_control must be breakpoints of type ephemeral with a ttl of 5m or 1h") from None
     whole = max((point.ttl for point in points if point.tokens is None), key=parse_duration, default="")
     ranges = [(0, point.tokens, point.ttl) for point in points if point.tokens]
     return retention or whole, tuple(ranges)

@@ -76,6 +76,16 @@ def test_without_a_budget_wear_is_in_bytes_per_day() -> None:
     assert "1.32 TiB/day" in shown(screen)
 
 
+def test_a_spent_budget_is_said() -> None:
+    """At 0 % of the budget G3 took no block, and nothing said why."""
+    about: dict[str, Any] = {"write_budget_bytes": 1 << 20, "device_written_bytes": 1}
+    screen = Screen(figures(stats(**about)))
+    screen.read(figures(stats(**about, stored={"budget": 7})), 1.0)
+    assert "0% of budget, spent" in shown(screen)
+    screen.read(figures(stats(**about, stored={"budget": 7})), 1.0)
+    assert "0% of budget" in shown(screen) and "spent" not in shown(screen)
+
+
 def test_p99_is_of_the_latest_calls() -> None:
     slow, quick = calls(9, 100), calls(2, 100)
     screen = Screen(figures(stats(seconds={"read": slow, "write": NO_CALLS})))

@@ -7,7 +7,8 @@ import logging
 import pytest
 
 import kvtier
-from kvtier.connectors.control import Control, Controls, PinRequest, Scopes
+from kvtier.connectors.control import _KEYS, Control, Controls, PinRequest, Scopes
+from kvtier.retention.hints import KEYS
 from kvtier.retention.terms import BUILTIN, Depth
 
 
@@ -58,6 +59,35 @@ def test_a_request_that_cannot_be_understood_is_not_cached(raw: object, caplog: 
         control = Controls(make_config()).parse(raw)
     assert (control.load, control.store) == (False, False)
     assert "a request is not cached" in caplog.text
+
+
+CANARY = "tenant-canary-93"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        CANARY,
+        {CANARY: 1},
+        *({key: wrong} for key in _KEYS for wrong in (CANARY, [CANARY], {CANARY: CANARY}, 64 * CANARY)),
+        {"ranges": [[0, 5, CANARY]]},
+        {"pin": {"name": "manual", "ttl": CANARY}},
+        {"pin": {CANARY: CANARY}},
+        *({"hints": {key: wrong}} for key in KEYS for wrong in (CANARY, [CANARY], {"type": CANARY}, {CANARY: 1})),
+    ],
+)
+def test_the_log_repeats_nothing_that_a_client_wrote(raw: object, caplog: pytest.LogCaptureFixture) -> None:
+    """A salt or a prompt in the wrong place."""
+    with caplog.at_level(logging.DEBUG):
+        Controls(make_config()).parse(raw)
+    assert CANARY not in caplog.text
+
+
+def test_a_mistyped_name_is_still_found_out(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        Controls(make_config()).parse({"retenton": "24h"})
+        Controls(make_config()).parse({"retention": "in-memory"})
+    assert "did you mean retention?" in caplog.text and "did you mean in_memory?" in caplog.text
 
 
 def test_scopes_part_salts_adapters_and_isolated_classes() -> None:

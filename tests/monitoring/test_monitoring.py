@@ -139,7 +139,7 @@ def test_a_real_prometheus_has_data_for_every_panel(tmp_path: Path) -> None:
     namespace, (port,) = sample_namespace(4096), free_ports(1)
     tiers = {
         "g2": {"capacity": "1MiB"},
-        "g3": {"path": str(tmp_path / "g3"), "capacity": "2MiB", "write_budget": "3DWPD"},
+        "g3": {"path": str(tmp_path / "g3"), "capacity": "2MiB", "write_budget": "100000DWPD"},
     }
     config = kvtier.Config.parse({"tiers": tiers})
     with kvtier.open(config, namespace) as cache, serve(cache.stats, 0) as endpoint:

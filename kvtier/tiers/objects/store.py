@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
-from kvtier.identity.keys import SCOPE_BYTES, BlockKey
+from kvtier.identity.keys import BlockKey
 from kvtier.keyring import Keyring
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.pins import PINS_MAX
@@ -312,7 +312,7 @@ class ObjectStore:
             etag = await self._damaged_version(keys, depth)
             if etag is None:
                 return Miss.RACED
-        log.warning("g4: object %s failed its check twice and is deleted", last[SCOPE_BYTES:].hex()[:12])
+        log.warning("g4: an object of %d blocks failed its check twice and is deleted", len(keys))
         self.index.drop(last)
         self.damaged[last] = etag
         while len(self.damaged) > LIST_PAGE:
