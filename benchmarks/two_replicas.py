@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -176,7 +176,8 @@ class Replica:
             raise SystemExit(f"a replica did not start: {error_in(self._log.read_text())}")
 
     def ask(self, prompt: list[int]) -> None:
-        self._say(prompt)
+        with suppress(BrokenPipeError):  # it was killed as it had just answered: it has no answer to this one
+            self._say(prompt)
 
     def answer(self) -> dict[str, Any] | None:
         """The next line of its report; None where it has ended."""
