@@ -3,7 +3,7 @@
     python benchmarks/two_replicas.py --dynamo PYTHON --save benchmarks/results
 
 PYTHON has Dynamo's selection service: python -m venv DIR && DIR/bin/pip install --no-deps ai-dynamo-runtime &&
-DIR/bin/pip install uvloop pydantic. Each replica has a G2 of its own and shares G4, a `file://` bucket. The packaged
+DIR/bin/pip install uvloop 'pydantic<2.14'. Each replica has a G2 of its own and shares G4, a `file://` bucket. The packaged
 slice of 12 coding agents (`kvtier.bench.peers.prompts.agents`), whose requests come one after another as they did, is
 placed
 
@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -176,7 +176,8 @@ class Replica:
             raise SystemExit(f"a replica did not start: {error_in(self._log.read_text())}")
 
     def ask(self, prompt: list[int]) -> None:
-        self._say(prompt)
+        with suppress(BrokenPipeError):  # it was killed as it had just answered: it has no answer to this one
+            self._say(prompt)
 
     def answer(self) -> dict[str, Any] | None:
         """The next line of its report; None where it has ended."""

@@ -242,6 +242,20 @@ def test_an_event_is_the_trees_own_but_for_the_medium() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch).events == [ours, gone]
 
 
+def test_names_do_not_depend_on_how_a_request_has_its_tokens() -> None:
+    """SGLang has arrays of 64 bits; a token that is not of 32 has no place in a chain."""
+    from array import array
+
+    from kvtier.connectors.sglang.page_names import page_hashes
+
+    assert page_hashes(b"", array("q", TOKENS), PAGE) == page_hashes(b"", TOKENS, PAGE)
+    assert page_hashes(b"", array("q"), PAGE) == []
+    for wrong in (-1, 1 << 32):
+        for tokens in ([wrong] * PAGE, array("q", [wrong] * PAGE)):
+            with pytest.raises(OverflowError):
+                page_hashes(b"", tokens, PAGE)
+
+
 def test_pages_that_lie_beyond_the_prompt_are_told_of() -> None:
     """An output that is offloaded bit by bit."""
     from kvtier.connectors.sglang.events import MEDIA, PageEvents

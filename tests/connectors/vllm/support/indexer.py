@@ -14,7 +14,7 @@ from typing import Any
 PYTHON = os.environ.get("KVTIER_DYNAMO_PYTHON", "")
 HOW = (
     "set KVTIER_DYNAMO_PYTHON to an interpreter with Dynamo's indexer: python -m venv DIR && "
-    "DIR/bin/pip install --no-deps ai-dynamo-runtime && DIR/bin/pip install uvloop pydantic"
+    "DIR/bin/pip install --no-deps ai-dynamo-runtime && DIR/bin/pip install uvloop 'pydantic<2.14'"
 )
 START_S = 30.0
 
