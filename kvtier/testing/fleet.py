@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from kvtier.identity.keys import BlockKey
+from kvtier.keyring import Keyring
 from kvtier.testing.payload import chain_of
 from kvtier.testing.replica import NS, Replica
 from kvtier.testing.virtual_bucket import VirtualServer
@@ -17,7 +20,8 @@ class Fleet:
     def __init__(self, count: int, every_s: float, blocks: int = 1) -> None:
         self.server = VirtualServer()
         self.blocks = blocks
-        self.replicas = [Replica(self.server, seed, stride=blocks, number=seed) for seed in range(count)]
+        self.keyring = _public()
+        self.replicas = [self._replica(number) for number in range(count)]
         self.every_s = every_s
         self.written: list[tuple[float, BlockKey, BlockKey]] = []  # when, first and last block
         self.deltas_max = 0  # in the bucket at the end of a step
@@ -51,7 +55,10 @@ class Fleet:
 
     def newcomer(self) -> Replica:
         """A replica that knows nothing yet. It is no part of the fleet, and writes nothing."""
-        return Replica(self.server, len(self.replicas), stride=self.blocks, number=len(self.replicas))
+        return self._replica(len(self.replicas))
+
+    def _replica(self, number: int) -> Replica:
+        return Replica(self.server, number, stride=self.blocks, number=number, keyring=self.keyring)
 
     def requests(self) -> list[int]:
         """Of each replica so far, but for those that carry payload."""
@@ -63,3 +70,10 @@ class Fleet:
         units = [(first, last) for at, first, last in self.written if at >= since]
         depth = self.blocks - 1
         return sum(replica.store.known(first, last, depth) is not None for first, last in units) / len(units)
+
+
+def _public() -> Keyring:
+    """The public keyring, which makes each name once: a thousand replicas ask for those of all units."""
+    keyring = Keyring.public()
+    keyring.name = cache(keyring.name)  # type: ignore[method-assign]
+    return keyring

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -11,7 +12,7 @@ from kvtier.clock import SystemClock
 from kvtier.config import Config
 from kvtier.errors import ConfigError, TierError
 from kvtier.testing import VirtualClock, check_tier
-from kvtier.tiers.objects.bucket.azure import AzureBucket, translated
+from kvtier.tiers.objects.bucket.azure import DELETES_AT_ONCE, AzureBucket, translated
 from kvtier.tiers.objects.bucket.open import BucketLimits, open_bucket
 from kvtier.tiers.objects.deltas import Deltas
 from kvtier.tiers.objects.tier import ObjectTier
@@ -57,6 +58,32 @@ def test_an_etag_of_a_listing_is_one_of_a_condition() -> None:
     assert [bucket._etag(told) for told in ("0x8D", '"0x8D"', None)] == ['"0x8D"', '"0x8D"', ""]
 
 
+class Library:
+    """Stands for the library's store: a batch is deleted whole, and those behind one that lacked a name are not."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = set(names)
+        self.batches: list[int] = []
+
+    async def delete_async(self, names: Sequence[str]) -> None:
+        for start in range(0, len(names), DELETES_AT_ONCE):
+            batch = set(names[start : start + DELETES_AT_ONCE])
+            self.batches.append(len(batch))
+            gone, self.names = batch - self.names, self.names - batch
+            if gone:
+                raise FileNotFoundError(min(gone))
+
+
+async def test_one_that_is_gone_does_not_keep_the_batches_behind_it_from_being_deleted() -> None:
+    bucket = AzureBucket("container", {}, connect_timeout_s=1, read_timeout_s=1)
+    names = [f"p/{number:03}" for number in range(600)]
+    bucket._store = library = Library(names[1:])
+    await bucket.delete_many(names)
+    assert not library.names and library.batches == [256, 256, 88]
+    await bucket.delete_many([])
+    assert len(library.batches) == 3, "nothing to ask for"
+
+
 async def test_a_server_that_is_not_there_is_said_so_without_secrets() -> None:
     bucket, _ = opened("az://container/p", {**OPTIONS, "endpoint_url": "http://127.0.0.1:9/ours"})
     assert isinstance(bucket, AzureBucket)
@@ -83,6 +110,19 @@ async def test_azurite_passes_the_contract(azurite: Azurite, monkeypatch: pytest
     monkeypatch.setattr(Deltas, "measure_skew", untold)
     clock, url = VirtualClock(), f"{azurite.new_bucket()}/some/prefix"
     await check_tier(lambda ns: ObjectTier(url, ns, clock=clock, stride=4, options=azurite.options), clock)
+
+
+@pytest.mark.long
+async def test_azurite_deletes_in_groups(azurite: Azurite) -> None:
+    """A third of the names is gone: another replica sweeps, too."""
+    bucket, _ = opened(f"{azurite.new_bucket()}/p", azurite.options)
+    assert isinstance(bucket, AzureBucket)
+    await bucket.start()
+    names = [f"p/{number:03}" for number in range(600)]
+    await asyncio.gather(*(bucket.create(name, bytearray(b"x"), Wall(0.0)) for name in names if int(name[2:]) % 3))
+    await bucket.delete_many(names)
+    assert [page async for page in bucket.list("p/")] == []
+    await bucket.close()
 
 
 @pytest.mark.long

@@ -3,10 +3,13 @@ the object again, as with S3 through obstore alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvtier.tiers.objects.bucket.obstore import ObstoreBucket
+
+DELETES_AT_ONCE = 256
+"""Names in one request: as many as a batch may have there."""
 
 # adlfs's names of options that both libraries have.
 _NAMES = {
@@ -36,3 +39,8 @@ class AzureBucket(ObstoreBucket):
     def _etag(self, told: str | None) -> str:
         # A listing leaves out the quotes that a condition needs.
         return f'"{told}"' if told and not told.startswith('"') else told or ""
+
+    async def delete_many(self, names: Sequence[str]) -> None:
+        # One request at a time: of several, the library abandons the rest when the first has a name that is gone.
+        for start in range(0, len(names), DELETES_AT_ONCE):
+            await super().delete_many(names[start : start + DELETES_AT_ONCE])
