@@ -106,7 +106,7 @@ class Deltas:
         self._youngest_us = 0
         self._listed_s = Wall(0.0)
         self._overlapped = Mono("-inf")  # when a listing went OVERLAP_S back
-        self._seen: OrderedDict[str, None] = OrderedDict()
+        self._seen: OrderedDict[str, bool] = OrderedDict()  # deltas; whether what they tell is known
         self._unread: OrderedDict[str, Stat] = OrderedDict()
         self._windows: deque[Stat] = deque()  # merged, to be read
         self._poll_s = POLL_S
@@ -144,7 +144,7 @@ class Deltas:
         self._named_us = at_us
         name = f"{self._names.deltas}{at_us:016x}-{self._replica}"
         try:
-            self._remember(name)
+            self._remember(name, known=True)
             body = encode(entries)
             stat = await self._bucket.create(name, self._signer.sign(name, body), self._clock.wall())
             if stat is not None:
@@ -189,7 +189,7 @@ class Deltas:
                 left -= next(reversed(self._unread.values())).size
                 if left < 0:
                     break
-                await self._read(self._unread.popitem()[1])
+                await self._read_delta(self._unread.popitem()[1])
             await self._catalogue.merge_due()
         for _ in range(min(len(self._windows), WINDOWS_READ_MAX)):
             left -= self._windows[-1].size
@@ -215,6 +215,7 @@ class Deltas:
                 if at_us > future_us or stat.size > DELTA_BYTES_MAX:
                     continue
                 self._note(stat, at_us)
+                self._remember(stat.name)
                 self._unread[stat.name] = stat
                 new += 1
             pages += 1
@@ -228,13 +229,14 @@ class Deltas:
         return new
 
     def _prefer_windows(self, new: Sequence[int]) -> None:
-        """Read a merged window in place of its deltas, unless these were nearly all read."""
+        """Read a merged window in place of its deltas, unless nearly all are known: to a replica that opens beside
+        a thousand others most are not, and more than UNREAD_MAX do not even wait to be read."""
         for window in new:
             deltas = self._catalogue.deltas_of(window)
-            unread = [name for name in deltas if name in self._unread]
-            if len(unread) >= 2 or not deltas:
-                for name in unread:
-                    del self._unread[name]
+            unknown = [name for name in deltas if not self._seen.get(name)]
+            if len(unknown) >= 2 or not deltas:
+                for name in unknown:
+                    self._unread.pop(name, None)
                 self._windows.append(self._catalogue.merged[window])
         for name in self._catalogue.lone():
             if name in self._unread:
@@ -244,10 +246,9 @@ class Deltas:
         """A delta is there, of this replica or of another."""
         self._catalogue.note(delta)
         self._youngest_us = max(self._youngest_us, at_us)
-        self._remember(delta.name)
 
-    def _remember(self, name: str) -> None:
-        self._seen[name] = None
+    def _remember(self, name: str, known: bool = False) -> None:
+        self._seen[name] = known
         while len(self._seen) > 16 * LIST_PAGE:
             self._seen.popitem(last=False)
 
@@ -260,6 +261,11 @@ class Deltas:
             except StopIteration as end:
                 return cast(bytearray, end.value)
             await asyncio.sleep(0)  # lookups share this loop
+
+    async def _read_delta(self, stat: Stat) -> None:
+        if stat.name in self._seen:
+            self._seen[stat.name] = True
+        await self._read(stat)
 
     async def _read(self, stat: Stat) -> None:
         raw = bytearray(stat.size)

@@ -160,6 +160,22 @@ async def test_a_new_replica_knows_the_last_hour_within_a_minute(count: int) -> 
         replica.store.index.check()
 
 
+async def test_a_new_replica_reads_the_windows_of_more_deltas_than_it_would_read_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a thousand replicas there are ten thousand in ten minutes."""
+    fleet = Fleet(10, every_s=60)
+    await fleet.run(1200)
+    monkeypatch.setattr(deltas, "UNREAD_MAX", 20)
+    assert len(fleet.server.under("delta")) > 4 * deltas.UNREAD_MAX
+    new = fleet.newcomer()
+    for _ in range(round(60 / STEP_S)):
+        await new.turn()
+        await fleet.step()
+    await new.turn()
+    assert fleet.known(new, 0) >= 0.95
+
+
 async def test_two_deltas_of_one_instant_are_both_read() -> None:
     """The clock of the skew's measurement, an empty delta, may read the same as that of the next put."""
     server = VirtualServer()
