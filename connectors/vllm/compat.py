@@ -299,6 +299,11 @@ def batch_invariant() -> bool:
     return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
 
 
+def chunks_prefill(vllm_config: Any) -> bool:
+    """Whether the engine's kernels compute a part of a prompt behind KV of what comes before."""
+    return bool(getattr(vllm_config.scheduler_config, "enable_chunked_prefill", True))
+
+
 def publishes(vllm_config: Any) -> bool:
     """Whether the engine publishes KV events at all."""
     config = getattr(vllm_config, "kv_events_config", None)
