@@ -88,9 +88,11 @@ def engine(
     executor: str = "uni",
     publishes: Sequence[str] | None = None,
     mode: str = "auto",
+    **arguments: Any,
 ) -> Iterator[Any]:
     """A vLLM engine inside this process with a random model; the forward too, unless `executor` is mp. `publishes`: KV
-    events, with those of these tiers of kvtier's; None: no events. `mode`: of offloads."""
+    events, with those of these tiers of kvtier's; None: no events. `mode`: of offloads. `arguments`: more of the
+    connector's."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from vllm import LLM
@@ -114,7 +116,7 @@ def engine(
                 "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {
                     "kvtier_config": {"tiers": tiers, "offload": {"mode": mode, "dirty_max_age": "1s"}}, "model": name,
-                    **({} if publishes is None else {"event_tiers": list(publishes)}),
+                    **arguments, **({} if publishes is None else {"event_tiers": list(publishes)}),
                 },
             },
         )  # fmt: skip

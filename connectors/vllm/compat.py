@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import islice
+from itertools import islice, repeat
 from string import hexdigits
 from typing import Any
 
@@ -47,6 +47,14 @@ def tokens_of(output: Any) -> Mapping[str, int]:
     """Tokens that the step computes of each request."""
     tokens: Mapping[str, int] = output.num_scheduled_tokens
     return tokens
+
+
+def counts(output: Any) -> Iterator[int]:
+    """The same as a column beside those of `going_on`. Where all requests decode, as they mostly do, nothing is looked
+    up."""
+    tokens, names = output.num_scheduled_tokens, output.scheduled_cached_reqs.req_ids
+    one_each = output.total_num_scheduled_tokens == len(tokens) == len(names) + len(output.scheduled_new_reqs)
+    return repeat(1, len(names)) if one_each else map(tokens.get, names, repeat(0))
 
 
 _PREFILL_TOKENS = 16
@@ -297,6 +305,11 @@ def batch_invariant() -> bool:
     from vllm import envs
 
     return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
+
+
+def chunks_prefill(vllm_config: Any) -> bool:
+    """Whether the engine's kernels compute a part of a prompt behind KV of what comes before."""
+    return bool(getattr(vllm_config.scheduler_config, "enable_chunked_prefill", True))
 
 
 def publishes(vllm_config: Any) -> bool:

@@ -16,9 +16,8 @@ out again the object is another, even for equal content.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
 from operator import is_
 from typing import Any, NamedTuple, Protocol
 
@@ -139,7 +138,12 @@ class Confirmer:
         track.lost = False
         if track.table and track.table != list(table[: len(track.table)]):
             self.displace(track)
-        return self.extend(track, table[len(track.table) :])
+        stale = self.extend(track, table[len(track.table) :])
+        # Room for blocks to come, while the table is being written anyway: else the first block that is appended would
+        # move all of it, and a step has many requests that append one.
+        track.table.append(0)
+        track.table.pop()
+        return stale
 
     def extend(self, track: Track, blocks: Sequence[int]) -> list[int]:
         """The engine appended blocks to the request's table. Returns confirmed blocks that hold something else now."""
@@ -187,12 +191,12 @@ class Confirmer:
         track.void_until = _EVER
 
     def passing(
-        self, names: Sequence[str], blocks: Sequence[Any], begins: Sequence[int], tokens: Mapping[str, int]
+        self, names: Sequence[str], blocks: Sequence[Any], begins: Sequence[int], counts: Iterable[int]
     ) -> Iterator[tuple[Track, Any, int, int]]:
-        """Cover requests (columns: name, new blocks or none, first token) that go on computing inside a block. Yields
-        all others, which the caller covers: the track, its new blocks, begin and end. In every step this is called for
-        every request, so it does no more than it must."""
-        tracks, counts = map(self._tracks.get, names), map(tokens.get, names, repeat(0))
+        """Cover requests (columns: name, new blocks or none, first token, tokens) that go on computing inside a block.
+        Yields all others, which the caller covers: the track, its new blocks, begin and end. In every step this is
+        called for every request, so it does no more than it must."""
+        tracks = map(self._tracks.get, names)
         for track, new, begin, count in zip(tracks, blocks, begins, counts, strict=True):
             if track is None:
                 continue

@@ -1,7 +1,8 @@
 """Whether KV of this engine may be used again at all.
 
 An engine that runs with prefix caching vouches for it. One that runs without may do so to be right: masks that look
-ahead, pooling over all tokens, inputs that have no name. Then nothing is cached. Only where the engine has no reason of
+ahead, pooling over all tokens, inputs that have no name, kernels of prefill that read nothing of what lies before a
+prompt's new tokens, or read it wrongly. Then nothing is cached. Only where the engine has no reason of
 its own is prefix caching off because its user said so, and kvtier is its only prefix cache.
 """
 
@@ -27,6 +28,8 @@ def why_off(vllm_config: Any, kv_cache_config: Any) -> str:
         return "prompt embeddings are served without prefix caching, and have no names"
     if not getattr(model, "is_prefix_caching_supported", True):
         return "the engine supports no prefix caching for this model"
+    if not compat.chunks_prefill(vllm_config):
+        return "prompts are computed in one piece: no part of one is known to go on right behind KV that is there"
     if compat.batch_invariant():
         return "batch-invariant kernels run without prefix caching"
     return ""

@@ -286,10 +286,9 @@ class SchedulerHalf:
                 if (track := confirmer.get(name)) is not None:
                     track.drafts = True
             tokens, resumed = compat.tokens_of(output), compat.resumed(output)
-            for track, blocks, begin, end in confirmer.passing(*compat.going_on(output), tokens):
-                self._cover(
-                    track, compat.appended(blocks, self._group), bool(resumed) and track.name in resumed, begin, end
-                )
+            for track, blocks, begin, end in confirmer.passing(*compat.going_on(output), compat.counts(output)):
+                table, whole = compat.appended(blocks, self._group), bool(resumed) and track.name in resumed
+                self._cover(track, table, whole, begin, end)
             for name, table, begin in compat.starting(output, self._group):
                 if (track := confirmer.get(name)) is not None:
                     self._cover(track, table, True, begin, begin + tokens.get(name, 0))
@@ -302,7 +301,8 @@ class SchedulerHalf:
         if table:
             self._stores.taken(len(table))
             place = self._confirmer.place if whole else self._confirmer.extend
-            self._stores.forget(place(track, table))
+            if stale := place(track, table):
+                self._stores.forget(stale)
         if end > begin:
             self._confirmer.cover(track, begin, end)
 

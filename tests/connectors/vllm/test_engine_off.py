@@ -75,8 +75,9 @@ def test_a_streaming_session(start: Start, tmp_path: Path, caching: bool) -> Non
     assert engine.stop() == 0
 
 
+@pytest.mark.parametrize("caching", [True, False])
 def test_async_scheduling_with_speculation_stores_as_much_as_without(
-    start: Start, make_checkpoint: Callable[[int], Path], tmp_path: Path
+    start: Start, make_checkpoint: Callable[[int], Path], tmp_path: Path, caching: bool
 ) -> None:
     """Steps are planned as if all drafts of the last one were right. Those of another model hardly ever are."""
     speculation = {"method": "draft_model", "model": str(make_checkpoint(1)), "num_speculative_tokens": 3}
@@ -86,7 +87,7 @@ def test_async_scheduling_with_speculation_stores_as_much_as_without(
         folder.mkdir()
         engine = start(
             config=tiers(folder),
-            engine={"async_scheduling": mode, "speculative_config": speculation, "enable_prefix_caching": False},
+            engine={"async_scheduling": mode, "speculative_config": speculation, "enable_prefix_caching": caching},
             insist=mode,
         )
         assert engine.is_async() == mode
@@ -95,6 +96,7 @@ def test_async_scheduling_with_speculation_stores_as_much_as_without(
         stored[mode] = engine.resident(prompt=whole)[0]
         assert engine.check() == IDLE
         again = engine.generate(prompts=[[*whole, 5]], control={"load": False, "store": False})[0]["tokens"]
+        assert engine.reset()
         warm = engine.generate(prompts=[[*whole, 5]])[0]
         assert warm["tokens"] == again and warm["read"]
         assert engine.stop() == 0

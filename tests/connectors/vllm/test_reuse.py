@@ -18,7 +18,7 @@ from kvtier.connectors.vllm import compat
 from kvtier.connectors.vllm.reuse import why_off
 
 
-def asked(caching: bool, *, non_causal: bool = False, **model: Any) -> str:
+def asked(caching: bool, *, non_causal: bool = False, chunks: bool = True, **model: Any) -> str:
     spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float16, non_causal=non_causal)
     plain = {
         "runner_type": "generate",
@@ -27,7 +27,9 @@ def asked(caching: bool, *, non_causal: bool = False, **model: Any) -> str:
         "is_prefix_caching_supported": True,
     }
     vllm_config = SimpleNamespace(
-        cache_config=SimpleNamespace(enable_prefix_caching=caching), model_config=SimpleNamespace(**{**plain, **model})
+        cache_config=SimpleNamespace(enable_prefix_caching=caching),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=chunks),
+        model_config=SimpleNamespace(**{**plain, **model}),
     )
     return why_off(vllm_config, SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)]))
 
@@ -53,6 +55,12 @@ def test_a_mask_that_looks_ahead_is_never_reused() -> None:
 )
 def test_what_the_engine_turned_off_by_itself_stays_off(model: dict[str, Any], said: str) -> None:
     assert said in asked(False, **model)
+
+
+def test_an_engine_that_computes_no_prompt_in_pieces_resumes_none() -> None:
+    """vLLM turns both off for latent attention on most CPUs, where prefill behind cached KV gives other tokens."""
+    assert "in one piece" in asked(False, chunks=False)
+    assert asked(True, chunks=False) == "", "the engine vouches for it"
 
 
 def test_turned_off_by_its_user_kvtier_is_the_only_prefix_cache(monkeypatch: pytest.MonkeyPatch) -> None:

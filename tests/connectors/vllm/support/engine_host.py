@@ -102,7 +102,7 @@ class Host(Requests, GroupsOfEngine, Faults):
                 del connector["kv_connector_module_path"]
             transfer = {"kv_transfer_config": connector}
         if options.get("insist"):
-            insist_on_async_scheduling()
+            insist_on(engine)
         self.llm = LLM(
             **{
                 "model": options["model"],
@@ -206,15 +206,22 @@ class Host(Requests, GroupsOfEngine, Faults):
                 self.core.step_fn()
 
 
-def insist_on_async_scheduling() -> None:
-    """The CPU platform switches it off, for want of use."""
+def insist_on(engine: dict[str, Any]) -> None:
+    """Keep options that the CPU platform switches off: asynchronous scheduling for want of use, and what latent
+    attention cannot do there."""
     from vllm.platforms import current_platform
 
     plain = type(current_platform).check_and_update_config.__func__
+    places = {
+        "async_scheduling": "scheduler_config",
+        "enable_chunked_prefill": "scheduler_config",
+        "enable_prefix_caching": "cache_config",
+    }
 
     def check(cls: Any, config: Any) -> None:
         plain(cls, config)
-        config.scheduler_config.async_scheduling = True
+        for name in places.keys() & engine.keys():
+            setattr(getattr(config, places[name]), name, engine[name])
 
     type(current_platform).check_and_update_config = classmethod(check)
 
