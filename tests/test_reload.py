@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -207,6 +208,43 @@ def test_its_file_is_found_wherever_the_process_goes_later(file: Path, monkeypat
             signal.signal(signal.SIGHUP, before)
 
 
+def test_reloads_at_once_of_a_file_that_changes_take_over_one_state_of_it(cache: kvtier.Cache, file: Path) -> None:
+    """Replaced, removed, a directory, half a file: each reload has all of one state, or has changed nothing."""
+    done, halves = threading.Event(), list[Config]()
+    states = [text(file.parent, f"{n}MiB/s", "mine", f"mine: {{ttl: {n}h}}", f"{n}s") for n in (2, 3)]
+    torn = states[0][: len(states[0]) // 2]
+
+    def reload() -> None:
+        while not done.is_set():
+            with contextlib.suppress(ConfigError):
+                cache.reload(file)
+            config = cache.config
+            n = config.deadlines.get
+            mine = next((terms for terms in config.terms() if terms.name == "mine"), None)
+            assert config.tiers.g3 is not None
+            if mine is not None and (mine.ttl, config.tiers.g3.write_rate) != (n * 3600, n * (1 << 20)):
+                halves.append(config)
+
+    with ThreadPoolExecutor(3) as pool:
+        working = [pool.submit(reload) for _ in range(3)]
+        for turn in range(60):
+            if file.is_dir():
+                file.rmdir()
+            if turn % 5 == 4:
+                file.unlink(missing_ok=True)
+                file.mkdir()
+            elif turn % 5 == 3:
+                file.write_text(torn)
+            else:
+                (new := file.with_suffix(".new")).write_text(states[turn % 2])
+                new.replace(file)
+            time.sleep(0.01)
+        done.set()
+        for each in working:
+            each.result(30)
+    assert not halves and cache.config.retention.default == "mine"
+
+
 def test_a_closed_cache_is_not_reloaded(file: Path) -> None:
     with kvtier.open(file, NS) as cache:
         before = cache.config
@@ -336,6 +374,23 @@ def test_capacities_change_and_what_fits_stays(tmp_path: Path, quick: None, comp
         for keys in (warm, *more):
             with cache.get(keys) as hit:
                 assert [bytes(block) for block in hit.blocks] == payloads_of(keys, 4096)
+        cache.check()
+
+
+def test_what_is_read_outlives_a_smaller_g2(tmp_path: Path, quick: None) -> None:
+    def config(g2: str) -> Config:
+        return Config.parse({"tiers": {"g2": {"capacity": g2}}})
+
+    with kvtier.open(config("1MiB"), NS) as cache:
+        keys, more = chain_of(NS, 100), chain_of(NS, 10, seed=2)
+        cache.put(keys, payloads_of(keys, 4096))
+        with cache.get(keys) as hit:
+            cache.reload(config("64KiB"))
+            assert eventually(lambda: cache.manager.host.in_use.used == 100), "what nobody reads is out of use"
+            assert cache.put(more, payloads_of(more, 4096), wait=False) == 0, "no slot of a reader is taken"
+            assert [bytes(block) for block in hit.blocks] == payloads_of(keys, 4096)
+        assert eventually(lambda: cache.stats()["g2"]["blocks"] <= 16)
+        assert cache.put(more, payloads_of(more, 4096)) == 10
         cache.check()
 
 

@@ -39,9 +39,10 @@ class Pin:
 
 
 def check_name(name: str) -> None:
-    """Raises InvalidRequest unless `name` may be a pin's."""
+    """Raises InvalidRequest unless `name` may be a pin's. The message, which is logged, does not repeat what a client
+    took for a name."""
     if not _NAME.fullmatch(name):
-        raise InvalidRequest(f"pin {name[:40]!r}: a name has 1 … 128 of A-Z a-z 0-9 _ . : / -")
+        raise InvalidRequest("pin: a name has 1 … 128 of A-Z a-z 0-9 _ . : / -")
 
 
 class _PinRow(msgspec.Struct, array_like=True, forbid_unknown_fields=True):

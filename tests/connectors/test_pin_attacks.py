@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,6 +40,13 @@ def test_a_time_that_is_refused_frees_nothing_of_the_share(world: World) -> None
     world.clock.advance(11)
     assert world.outcomes(A, TWELVE[:8], pin("y")) == ["rejected"], "six of ten are held"
     assert world.held(A) == set(SIX)
+
+
+def test_what_is_no_name_is_not_in_the_log(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """A prompt where its name should be."""
+    with caplog.at_level(logging.DEBUG):
+        told = world.ask(A, SIX, {"pin": {"name": "my canary, a secret", "ttl": "1h"}})["pin"]
+    assert told["refused"] and "a pin is refused" in caplog.text and "canary" not in caplog.text
 
 
 def test_no_request_lengthens_what_an_operator_made(world: World) -> None:
