@@ -3,9 +3,9 @@
     python benchmarks/two_replicas.py --dynamo PYTHON --save benchmarks/results
 
 PYTHON has Dynamo's selection service: python -m venv DIR && DIR/bin/pip install --no-deps ai-dynamo-runtime &&
-DIR/bin/pip install uvloop 'pydantic<2.14'. Each replica has a G2 of its own and shares G4, a `file://` bucket. The packaged
-slice of 12 coding agents (`kvtier.bench.peers.prompts.agents`), whose requests come one after another as they did, is
-placed
+DIR/bin/pip install uvloop 'pydantic<2.14'. Each replica has a G2 of its own and shares G4, a `file://` bucket. The
+packaged slice of 12 coding agents (`kvtier.bench.peers.prompts.agents`), whose requests come one after another as they
+did, is placed
 
     round_robin    in turn
     selector       by Dynamo's selector, which knows of G1 and G2 by the replicas' KV events

@@ -38,8 +38,8 @@ def parse_figures(text: str) -> Figures:
             prefix, found, name = sample.name.partition("kvtier_")
             if not found or prefix not in ("", "vllm:", "sglang:"):
                 continue
-            if not math.isfinite(sample.value):
-                continue  # of a broken exporter: there is nothing to show of it
+            if name.endswith("_created") or not math.isfinite(sample.value):
+                continue  # a client library's time of a counter's birth, or of a broken exporter: nothing to show
             labels = {label: value for label, value in sorted(sample.labels.items()) if label in OURS}
             tier = labels.pop("tier", "")
             short = name.removeprefix("tier_").removesuffix("_total")

@@ -113,6 +113,7 @@ def test_an_engine_s_own_metrics_are_read_and_its_ranks_added_up() -> None:
     found = parse_figures(generate_latest(registry).decode())
     assert found[""]["lookup_blocks"] == 20 and found["g3"]["blocks"] == 10
     assert found["g3"]["call_seconds_bucket[0.01][read]"] == 0
+    assert not [name for tier in found.values() for name in tier if "_created" in name], "times of counters' birth"
 
 
 def test_a_reading_that_fails_is_shown_and_the_next_one_counts_from_the_last_good_one() -> None:
