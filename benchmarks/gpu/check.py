@@ -60,8 +60,7 @@ def main() -> int:
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("OLD", "NEW"), help="two results side by side")
     options = parser.parse_args()
     if options.compare:
-        print_table(compare(*(load(path) for path in options.compare)))
-        return 0
+        return compared(*options.compare)
     if options.part:
         module, function = MODULES[options.part]
         measure = getattr(importlib.import_module(module), function)
@@ -71,11 +70,22 @@ def main() -> int:
     return run_all(options.results, options.smoke, options.only or list(BUDGETS))
 
 
+def compared(old: Path, new: Path) -> int:
+    """Both results side by side; 2 where one is none."""
+    try:
+        lines = compare(load(old), load(new))
+    except (OSError, ValueError) as error:
+        print(f"gpu-compare: {error}. OLD and NEW name the gpu-check.json of two runs.")
+        return 2
+    print_table(lines)
+    return 0
+
+
 def run_all(folder: Path, smoke: bool, parts: list[str]) -> int:
     started = time.monotonic()
     about = environment(smoke)
     if not smoke and "gpu" not in about:
-        print(f"gpu-check: no CUDA device here ({about['why']}). Nothing was run.")
+        print(f"gpu-check: {about['why']}. Nothing was run.")
         return 2
     if "vllm" in parts and find_spec("vllm") is None:
         print("gpu-check: vllm: not installed here; its part is left out")
@@ -195,10 +205,15 @@ def environment(smoke: bool) -> dict[str, Any]:
 
 
 _ASK = """
-import torch
+import sys
+try:
+    import torch
+except ImportError as error:
+    print(f"why={sys.executable} has no torch ({error}); GPU_PYTHON names an interpreter with CUDA torch")
+    raise SystemExit
 print("torch=" + torch.__version__)
 if not torch.cuda.is_available():
-    print("why=torch " + torch.__version__ + " sees none")
+    print("why=no CUDA device here, torch " + torch.__version__ + " sees none")
     raise SystemExit
 from kvtier.kernels.driver import CudaDriver
 from kvtier.kernels.memory import node_cpus

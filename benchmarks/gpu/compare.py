@@ -15,7 +15,10 @@ _INPUTS = ("fragment", "count", "tokens", "gib", "seconds")
 
 def load(path: Path) -> Mapping[str, Any]:
     """The results of one file. Raises ValueError where it is none of gpu-check's."""
-    document = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: no JSON ({error})") from None
     results: Mapping[str, Any] = document.get("results", {}) if isinstance(document, dict) else {}
     if "parts" not in results:
         raise ValueError(f"{path}: no results of gpu-check; it writes them to gpu-check.json")

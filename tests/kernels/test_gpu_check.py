@@ -396,6 +396,16 @@ def test_without_a_device_nothing_is_claimed(tmp_path: Path, capsys: pytest.Capt
     assert "no CUDA device here" in said and "Nothing was run" in said and not list(tmp_path.iterdir())
 
 
+def test_an_interpreter_without_torch_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's python3, which `make gpu-check` takes unless it is told of another, mostly has none."""
+    from gpu import check as gpu_check
+
+    (tmp_path / "torch.py").write_text("raise ImportError('nothing here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    why = gpu_check.environment(smoke=False)["why"]
+    assert sys.executable in why and "no torch (nothing here)" in why and "GPU_PYTHON" in why
+
+
 def test_its_parts_fit_into_nine_minutes() -> None:
     from gpu import check as gpu_check
 
@@ -495,3 +505,17 @@ def test_two_results_are_compared_by_figure(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(ValueError, match="no results of gpu-check"):
         gpu_compare.load(path)
+
+
+def test_a_file_that_cannot_be_compared_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from gpu import check as gpu_check
+
+    good, other, text = tmp_path / "good.json", tmp_path / "other.json", tmp_path / "gpu-check.html"
+    good.write_text(json.dumps({"results": results_of(1.0)}))
+    other.write_text("{}")
+    text.write_text("<html>")
+    assert gpu_check.compared(good, good) == 0
+    for bad in (other, text, tmp_path / "absent.json"):
+        capsys.readouterr()
+        assert gpu_check.compared(good, bad) == 2
+        assert bad.name in capsys.readouterr().out
