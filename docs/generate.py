@@ -117,8 +117,23 @@ def proof() -> str:
         lines += ["", f"- Planted bugs found: {_found(ours)}."] if ours else [""]
         lines += [f"- Measured: {_figure(one)}." for one in promise.get("figures", ())]
         lines += [f"- Not shown: {promise['unsaid']}"] if "unsaid" in promise else []
+    lines += ["", "## Failures of others", "", *_failures(told["failures"])]
     lines += ["", "## Not promised", "", *(f"- {one};" for one in told["not_promised"])]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines).removesuffix(";") + ".\n")
+
+
+def _failures(failures: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Others' failures, and the tests that look for them here."""
+    yield fill(
+        "What has gone wrong in other projects, as their issues and advisories say, and the tests that would see it "
+        "here.",
+        WIDTH,
+    )
+    yield from ("", "| | failure | tests |", "|---|---|---|")
+    for failure in failures:
+        tests = ", ".join(f"`{name}` ({path})" for path, _, name in (one.partition("::") for one in failure["tests"]))
+        unsaid = f" Not shown {failure['unsaid']}." if "unsaid" in failure else ""
+        yield f"| {failure['id']} | {_cell(failure['text'])} | {tests}.{unsaid} |"
 
 
 def _models() -> Iterator[str]:

@@ -68,7 +68,9 @@ class Client:
             "match": deadlines.lookup, "flush": deadlines.flush, "evict": EVICT_S,
         }  # fmt: skip
         given = args.get("timeout")
-        extra = args.get("hold", 0.0) + 2 * args.get("forward", 0.0) + (given or 0.0 if verb == "request" else 0.0)
+        # Forward passes: under the lease, over the slots, and after these were given up.
+        passes = 3 if args.get("ending") == "late" else 2
+        extra = args.get("hold", 0.0) + passes * args.get("forward", 0.0) + (given or 0.0 if verb == "request" else 0.0)
         return float((known.get(verb, CALL_S) if given is None else given) + extra)
 
     # -- programs ---------------------------------------------------------------------------------------------------

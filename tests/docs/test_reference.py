@@ -24,9 +24,11 @@ def test_a_generated_page_is_current(name: str) -> None:
 
 
 def test_a_promise_names_tests_that_exist() -> None:
-    promises = tomllib.loads((DOCS / "proof.toml").read_text())["promises"]
-    assert [promise["id"] for promise in promises] == [f"P{number}" for number in range(1, 16)]
-    for path, _, name in (test.partition("::") for promise in promises for test in promise["tests"]):
+    told = tomllib.loads((DOCS / "proof.toml").read_text())
+    for letter, rows in (("P", told["promises"]), ("R", told["failures"])):
+        assert [row["id"] for row in rows] == [f"{letter}{number}" for number in range(1, 16)]
+        assert all(row["tests"] for row in rows)
+    for path, _, name in (test.partition("::") for row in told["promises"] + told["failures"] for test in row["tests"]):
         tree = ast.parse((DOCS.parent / path).read_text())
         functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
         assert name in {function.name for function in functions}, f"{path} has no {name}"

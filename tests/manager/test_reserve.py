@@ -1,0 +1,59 @@
+"""Slots are reserved for what is not here or is dead, and for nothing that was purged since the verb began."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier import put as put_module
+from kvtier.identity.keys import tenant_of
+from kvtier.manager.work import WorkUnderWay
+from kvtier.retention.terms import Terms
+from kvtier.testing import VirtualClock, chain_of, payloads_of
+from kvtier.times import Wall
+from tests.retention.support.requests import BLOCK, NS, opened, put, served
+
+KEYS = list(chain_of(NS, 6))
+
+
+def test_a_block_whose_time_is_over_is_not_here() -> None:
+    """It is computed and stored anew: its old bytes do not get the new terms."""
+    clock, brief = VirtualClock(), Terms("brief", ttl=10)
+    with opened(clock, []) as cache:
+        put(cache, KEYS, retention=brief)
+        clock.advance(11)
+        slots, reached = cache.manager.reserve(KEYS, 0, 6, brief)
+        assert reached == 6 and [slot.index for slot in slots] == list(range(6))
+        cache.manager.abort(slots, [slot.generation for slot in slots])
+        assert served(cache, KEYS) == 0
+
+
+@pytest.mark.parametrize(("before", "lost"), [(99.0, False), (100.0, True), (101.0, True)])
+def test_a_purge_of_the_moment_in_which_a_verb_began_holds_for_it(before: float, lost: bool) -> None:
+    """Clocks stand still for milliseconds: of two events of one moment, the purge is the later."""
+    under_way = WorkUnderWay()
+    work = under_way.begin(Wall(100.0))
+    under_way.purge({tenant_of(KEYS[0]): Wall(before)})
+    assert work.lost(KEYS[:1]) is lost
+
+
+def test_a_chain_longer_than_g2_keeps_its_head() -> None:
+    """Without a lower tier its own tail would evict it, and nothing of the chain could be served."""
+    with opened(VirtualClock(), [], blocks=4, policy="lru") as cache:
+        assert cache.put(KEYS, payloads_of(KEYS, BLOCK), wait=False) == 4
+        assert served(cache, KEYS) == 4
+
+
+def test_a_copy_that_fails_leaves_no_slot_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise MemoryError("no")
+
+    with opened(VirtualClock(), []) as cache:
+        host = cache.manager.host
+        free = len(host._free)
+        with monkeypatch.context() as patched:
+            patched.setattr(put_module, "copy_in", fails)
+            with pytest.raises(MemoryError):
+                cache.put(KEYS, payloads_of(KEYS, BLOCK))
+        assert not host.filling() and len(host._free) == free
+        put(cache, KEYS)
+        assert served(cache, KEYS) == 6
