@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -16,6 +17,7 @@ from kvtier.identity.keys import BlockKey, scope_of_key
 from kvtier.manager.lower import LowerTiers
 from kvtier.manager.slices import SLICE_BLOCKS, slices
 from kvtier.manager.space import SpaceSignal
+from kvtier.manager.turns import TURN_NS, Turns
 from kvtier.manager.work import Work, WorkUnderWay
 from kvtier.retention.lifetime import FUTURE_S
 from kvtier.retention.trusted_clock import Reading, TrustedClock
@@ -27,7 +29,6 @@ from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import Describing, Miss, Notebook, PurgeLogging, Tier
 from kvtier.times import Mono, Wall
 
-_UNPINNED_AT_ONCE = 16 * SLICE_BLOCKS
 _END = object()
 
 
@@ -78,6 +79,7 @@ class Hierarchy:
         self.work = WorkUnderWay()
         self.space = SpaceSignal(self.clock, self._may_free)
         self.supervisor = Supervisor(self.clock)
+        self.turns = Turns()
         self.service = Breaker(self.clock)  # of the whole cache: while it is open, every block is a miss
         self.proven_at = Mono("-inf")
         """When the listing of the purge log began whose entries are in force in G2."""
@@ -189,39 +191,38 @@ class Hierarchy:
 
     def unpin(self, holds: Sequence[Hold]) -> None:
         """Undo pins, the deepest block's first, before this returns. Wakes who waits for space."""
-        self._unpin_some(_sliced(holds[::-1]), len(holds))
+        self._unpin_some(_sliced(holds[::-1]))
 
     def release(self, deepest_first: Iterable[Hold]) -> None:
-        """`unpin` for any number. On the loop those beyond a millisecond's work are unpinned in later turns: nobody has
-        a claim on them, so that may happen at any time, even when the loop's tasks are cancelled."""
+        """`unpin` for any number. On the loop those beyond TURN_NS are unpinned in later turns: nobody has a claim
+        on them, so that may happen at any time, even when the loop's tasks are cancelled."""
         parts = _sliced(deepest_first)
-        if self._unpin_some(parts, _UNPINNED_AT_ONCE):
-            if self._loop is not None and asyncio._get_running_loop() is self._loop:
-                self.supervisor.spawn(self._release(parts))
-            else:
-                while self._unpin_some(parts, 1):
-                    pass
+        if self._loop is None or asyncio._get_running_loop() is not self._loop:
+            self._unpin_some(parts)
+        elif self._unpin_some(parts, TURN_NS):
+            self.supervisor.spawn(self._release(parts))
 
     async def _release(self, parts: Iterator[Sequence[Hold]]) -> None:
         try:
-            more = True
-            while more:
-                more = self._unpin_some(parts, 1)
-                await asyncio.sleep(0)
+            await self.turns.next()
+            while self._unpin_some(parts, TURN_NS):
+                await self.turns.next()
         finally:
-            while self._unpin_some(parts, 1):
-                pass
+            self._unpin_some(parts)
 
-    def _unpin_some(self, parts: Iterator[Sequence[Hold]], most: int) -> bool:
-        """Undo the pins of the next parts, until they are so many blocks. Whether there may be more."""
-        done = 0
-        while done < most and (part := next(parts, ())):
-            done += len(part)
+    def _unpin_some(self, parts: Iterator[Sequence[Hold]], most_ns: float = math.inf) -> bool:
+        """Undo the pins of the next parts, for so much of this thread's CPU time or a little more. Whether there may be
+        more."""
+        began, done, more = time.thread_time_ns(), 0, False
+        for part in parts:
             with self.lock:
                 self.host.unpin_all(part)
+            done += len(part)
+            if more := time.thread_time_ns() - began >= most_ns:
+                break
         if done:
             self.space.notify()
-        return done >= most
+        return more
 
     def begin(self) -> Work:
         """The work of a verb that begins now. Takes the lock."""

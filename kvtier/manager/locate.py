@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 
 from kvtier.identity.keys import BlockKey
@@ -51,7 +52,7 @@ class Locator:
     async def _ask(self, tier: Metered, chain: Sequence[BlockKey], where: list[Where], deadline: Mono) -> bool:
         """Ask a tier for the blocks that no tier before it has. Whether there were any."""
         width = min(_LOOKUP_BLOCKS_MAX, SLICE_BLOCKS * tier.stride)
-        parts: list[list[int]] = []
+        parts = deque[list[int]]()
         for first in range(0, len(where), width):
             if first:
                 await asyncio.sleep(0)
@@ -61,20 +62,21 @@ class Locator:
         if len(parts) == 1:
             self._enter(tier.name, where, parts[0], await tier.lookup(chain, parts[0], deadline))
             return True
-        calls: list[asyncio.Task[list[Miss | None]]] = []
+        asked, calls = bool(parts), deque[asyncio.Task[list[Miss | None]]]()
         try:
             for part in parts:
                 calls.append(asyncio.ensure_future(tier.lookup(chain, part, deadline)))
                 await asyncio.sleep(0)  # it begins in a turn of its own
-            for part, call in zip(parts, calls, strict=True):
-                self._enter(tier.name, where, part, await call)
+            while calls:  # what is done with goes in its turn: all at once would be a long one
+                self._enter(tier.name, where, parts[0], await calls[0])
+                del parts[0], calls[0]
                 await asyncio.sleep(0)
         except BaseException:
             for call in calls:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
             raise
-        return bool(parts)
+        return asked
 
     def _enter(self, name: str, where: list[Where], wanted: Sequence[int], answers: Sequence[Miss | None]) -> None:
         for index, miss in zip(wanted, answers, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -40,6 +40,11 @@ class Outcomes(MutableMapping[int, LoadOutcome]):
 
     def __len__(self) -> int:
         return sum(map(len, self._parts.values()))
+
+    def forget(self, depths: Sequence[int]) -> None:
+        """Without these, all of which are here."""
+        for depth in depths:
+            del self._parts[depth // _PART_BLOCKS][depth]
 
     def pinned(self) -> Iterator[Slot]:
         """The slots, the deepest first."""

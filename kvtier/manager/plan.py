@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class Plan:
     """
 
     hit: int
-    loads: Mapping[str, tuple[int, ...]]
+    loads: Mapping[str, Sequence[int]]
     miss: Miss | None
 
 
@@ -49,7 +50,7 @@ class Planning:
         self._costs = costs
         self._reached = 0  # places that a hit may contain
         self._ended: Miss | None = None  # why it may contain no more
-        self._loads: dict[str, list[int]] = {}
+        self._loads: dict[str, array[int]] = {}  # not lists: a hundred thousand numbers are given up at once
         self._busy_s: dict[str, float] = {}
         self._best, self._best_gain_s = 0, 0.0
 
@@ -69,7 +70,9 @@ class Planning:
         index = self._reached
         self._reached = index + 1
         if place != self._resident:
-            self._loads.setdefault(place, []).append(index)
+            if (loads := self._loads.get(place)) is None:
+                loads = self._loads[place] = array("L")
+            loads.append(index)
         costs = self._costs
         if costs is None:
             return
@@ -84,7 +87,7 @@ class Planning:
         hit, miss = self._reached, self._ended
         if self._costs is not None and self._best < hit:
             hit, miss = self._best, Miss.SLOWER
-        loads = {tier: tuple(found[: bisect_left(found, hit)]) for tier, found in self._loads.items()}
+        loads = {tier: found[: bisect_left(found, hit)] for tier, found in self._loads.items()}
         return Plan(hit, MappingProxyType({tier: found for tier, found in loads.items() if found}), miss)
 
 

@@ -7,8 +7,10 @@ tier has let go of their memory, and what then arrives verified is kept. Two req
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from kvtier.errors import ClosedError
 from kvtier.identity.key_map import KeyMap
@@ -22,7 +24,7 @@ from kvtier.manager.slices import MOVED_BLOCKS, SLICE_BLOCKS, in_strides, slices
 from kvtier.manager.traced import traced_plan
 from kvtier.retention.terms import PRIORITY
 from kvtier.retention.trusted_clock import Reading
-from kvtier.tiers.host.pins import Hold
+from kvtier.tiers.host.pins import Hold, Holds
 from kvtier.tiers.host.slot import Slot, SlotState
 from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import Loaded, Miss, Target
@@ -43,6 +45,7 @@ class Promoter:
     def __init__(self, hierarchy: Hierarchy) -> None:
         self._hierarchy = hierarchy
         self._host, self._lock, self._clock = hierarchy.host, hierarchy.lock, hierarchy.clock
+        self._turns = hierarchy.turns
         self.locate = Locator(hierarchy).locate
         self._under_way = KeyMap[_Load]()
         self._abandoned: set[_Load] = set()
@@ -59,7 +62,7 @@ class Promoter:
         planning = Planning(slots, self._host.name, costs)
         for first in range(0, len(where), SLICE_BLOCKS):
             if first:
-                await asyncio.sleep(0)
+                await self._turns.next()
             planning.add(where[first : first + SLICE_BLOCKS])
         return planning.plan()
 
@@ -93,32 +96,33 @@ class Promoter:
         """
         where = await self.locate(chain, deadline, start)
         plan = await self.plan(where, start + self._host.capacity, self.costs())
-        found = Outcomes()
-        holds: list[Hold] = []
+        found, holds = Outcomes(), list[Holds]()
         try:
             await self._pin_resident(chain, where, range(start, plan.hit), time, found)
             if not referenced:  # before the loads, so that the policy knows for which request it evicts
                 for _ in self._hierarchy.reference_steps(chain, start + len(found)):
-                    await asyncio.sleep(0)
+                    await self._turns.next()
             await self._load(chain, plan.loads, deadline, found)
             for first in range(start, plan.hit, SLICE_BLOCKS):
                 if first > start:
-                    await asyncio.sleep(0)
+                    await self._turns.next()
                 if not self._take(range(first, min(first + SLICE_BLOCKS, plan.hit)), where, time, found, holds):
                     break
+            await self._turns.next()
+            pinned = Holds.joined(holds)
         except BaseException:
-            self._hierarchy.release(iter(holds))
+            self._hierarchy.release(Holds.joined(holds)[::-1])
             self._undo(found)
             raise
         if self._hierarchy.unproven:  # since the beginning
-            self._hierarchy.release(iter(holds))
-            holds, plan = [], replace(plan, hit=start, miss=Miss.UNPROVEN)
-        hit, miss = start + len(holds), plan.miss
+            self._hierarchy.release(pinned[::-1])
+            pinned, plan = (), replace(plan, hit=start, miss=Miss.UNPROVEN)
+        hit, miss = start + len(pinned), plan.miss
         if hit < plan.hit:
             outcome = found.get(hit, Miss.EVICTED)
             miss = outcome if isinstance(outcome, Miss) else Miss.EVICTED
         self._undo(found)
-        return Promotion(holds, where[start:hit], miss)
+        return Promotion(pinned, where[start:hit], miss)
 
     async def _pin_resident(
         self,
@@ -131,7 +135,7 @@ class Promoter:
         """Pin the blocks that were located in G2, as far as they still are."""
         for part in slices(depths):
             if part[0] > depths[0]:
-                await asyncio.sleep(0)
+                await self._turns.next()
             with self._lock:
                 for index in part:
                     if where[index] == self._host.name:
@@ -145,19 +149,23 @@ class Promoter:
         where: Sequence[Where],
         time: Reading,
         found: Outcomes,
-        holds: list[Hold],
+        holds: list[Holds],
     ) -> bool:
         """Move pins from `found` to `holds`, up to the first block that was not had. Whether all were."""
+        table, numbers, loaded = self._host.index.table, list[int](), list[int]()
+        for index in depths:
+            slot = found.get(index)
+            if not isinstance(slot, Slot) or slot.table is not table:  # or the cache was closed
+                break
+            numbers.append(slot.number)
+            if where[index] != self._host.name:
+                loaded.append(slot.number)
         with self._lock:
-            for index in depths:
-                slot = found.get(index)
-                if not isinstance(slot, Slot):
-                    return False
-                del found[index]
-                holds.append((slot, slot.generation))
-                if where[index] != self._host.name:
-                    slot.use(time.stamp)
-        return True
+            table.use_all(loaded, time.stamp)
+            held = np.array(numbers, np.intp)
+            holds.append(Holds(table, held, table.columns.generations[held]))
+            found.forget(depths[: len(numbers)])
+        return len(numbers) == len(depths)
 
     def _undo(self, found: Outcomes) -> None:
         """Undo the pins of these outcomes, which nobody else may change any more."""
@@ -211,8 +219,7 @@ class Promoter:
         try:
             for name, indices in loads.items():
                 for part in in_strides(indices, self._hierarchy.lower[name].stride):
-                    if mine or shared:
-                        await asyncio.sleep(0)
+                    await self._turns.next()
                     if part[0] > stop:
                         found.update(dict.fromkeys(part, Miss.NO_ROOM))
                         continue
@@ -221,7 +228,7 @@ class Promoter:
                     if reserved:
                         mine.append((self._start(name, chain, reserved, deadline), [index for index, _ in reserved]))
                     stop = min([stop, *(index for index in part if found.get(index) is Miss.NO_ROOM)])
-            await self._wait({load for load, _ in mine} | {load for load, _, _ in shared}, deadline)
+            await self._wait([*(load for load, _ in mine), *(load for load, _, _ in shared)], deadline)
             while mine:
                 load, depths = mine[-1]
                 if load.done() and not load.cancelled():
@@ -230,18 +237,17 @@ class Promoter:
                     self._abandon(load, len(depths))
                     found.update(dict.fromkeys(depths, Miss.LATE))
                 mine.pop()
-                if mine:
-                    await asyncio.sleep(0)
+                await self._turns.next()
         except BaseException:
             for load, depths in mine:
                 self._abandon(load, len(depths))
             raise
         late: dict[str, list[int]] = {}
         for load, name, depths in shared:
+            await self._turns.next()
             self._join(chain, load, depths, found)
             if again := [index for index in depths if found[index] is Miss.LATE]:
                 late.setdefault(name, []).extend(again)
-            await asyncio.sleep(0)
         return late
 
     def _reserve(
@@ -306,9 +312,14 @@ class Promoter:
                     outcome = loaded if isinstance(loaded, Miss) else Miss.EVICTED
                 found[index] = Miss.LATE if outcome is Miss.PENDING else outcome
 
-    async def _wait(self, loads: set[_Load], deadline: Mono) -> None:
-        if loads:
-            await asyncio.wait(loads, timeout=max(0.0, deadline - self._clock.monotonic()))
+    async def _wait(self, loads: Iterable[_Load], deadline: Mono) -> None:
+        """Until all have ended, or the deadline. One after the other: a wait for a thousand that end together would be
+        called a thousand times in one turn."""
+        for load in loads:
+            if not load.done():
+                done, _ = await asyncio.wait({load}, timeout=max(0.0, deadline - self._clock.monotonic()))
+                if not done:
+                    return
 
     def _start(
         self, name: str, chain: Sequence[BlockKey], reserved: Sequence[tuple[int, Slot]], deadline: Mono
@@ -324,21 +335,33 @@ class Promoter:
         """Fill reserved slots; every one of them is READY and pinned, or free again, when this returns."""
         generations, began = [slot.generation for _, slot in reserved], self._hierarchy.now().stamp
         results: Sequence[Loaded | Miss] = [Miss.ERROR] * len(reserved)
-        in_flight = False
-        try:
-            targets = [Target(index, slot.pieces) for index, slot in reserved]
-            results = await tier.read(chain, targets, deadline)
-        except asyncio.CancelledError:
-            in_flight = True  # the tier was cut off: its threads may still write to the slots
-            raise
-        except ClosedError:
-            raise
-        except Exception as error:  # a tier's own failures are answers: this is ours, and costs a miss
-            self._hierarchy.supervisor.failures.record(f"{tier.name} load", error, tier.breaker)
-        finally:
-            outcomes, latest = Outcomes(), self._hierarchy.latest()
+        in_flight, outcomes = False, Outcomes()
+
+        def ending() -> Iterator[None]:
             for part in slices(list(zip(reserved, generations, results, strict=True)), MOVED_BLOCKS):
-                outcomes.update(self._end_reads(chain, part, latest, began, in_flight=in_flight))
+                outcomes.update(self._end_reads(chain, part, self._hierarchy.latest(), began, in_flight=in_flight))
+                yield
+
+        steps = ending()
+        try:
+            try:
+                targets = [Target(index, slot.pieces) for index, slot in reserved]
+                results = await tier.read(chain, targets, deadline)
+            except asyncio.CancelledError:
+                in_flight = True  # the tier was cut off: its threads may still write to the slots
+                raise
+            except ClosedError:
+                raise
+            except Exception as error:  # a tier's own failures are answers: this is ours, and costs a miss
+                self._hierarchy.supervisor.failures.record(f"{tier.name} load", error, tier.breaker)
+            await self._turns.next()
+            for _ in steps:
+                await self._turns.next()
+        except BaseException:
+            for _ in steps:
+                pass
+            self._undo(outcomes)
+            raise
         return outcomes
 
     def _end_reads(

@@ -68,14 +68,18 @@ def play(history: History) -> Played:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Nothing depends on the machine: no garbage is collected at its own time, and work under a lock is not cut by the
-    CPU time it took. Errors that are injected are not logged."""
+    """Nothing depends on the machine: no garbage is collected at its own time, and work is not cut by the CPU time it
+    took. Errors that are injected are not logged."""
     log = logging.getLogger("kvtier")
     level, collecting = log.level, gc.isenabled()
     gc.disable()
     log.setLevel(logging.CRITICAL + 1)
     try:
-        with mock.patch("kvtier.tiers.host.tier.SLICE_NS", 1 << 62):
+        with (
+            mock.patch("kvtier.tiers.host.tier.SLICE_NS", 1 << 62),
+            mock.patch("kvtier.manager.turns.TURN_NS", -1),
+            mock.patch("kvtier.manager.hierarchy.TURN_NS", -1),
+        ):
             yield
     finally:
         log.setLevel(level)

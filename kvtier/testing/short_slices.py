@@ -12,7 +12,7 @@ _SIZES = {
     "LOADED_BLOCKS",
     "NAMED_AT_ONCE",
     "FADED_AT_ONCE",
-    "_UNPINNED_AT_ONCE",
+    "TURN_NS",
     "_ASKED_BLOCKS",
     "_LOOKUP_BLOCKS_MAX",
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,8 @@ from kvtier.clock import Clock, SystemClock
 from kvtier.identity.keys import BlockKey
 from kvtier.retention.terms import Depth
 from kvtier.testing import Fault, FaultyTier, MemoryTier, chain_of, payloads_of, sample_namespace
+from kvtier.testing.short_slices import slices_of
+from kvtier.tiers.host.pins import Holds
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Loaded, Miss, Target
 
@@ -155,3 +158,99 @@ async def test_a_tier_that_is_late_for_patient_callers_goes_out_of_service() -> 
         for _ in range(6):
             await cache.match(chain_of(NS, 2), timeout=0.15)
         assert not cache.manager.lower["g3"].healthy()
+
+
+async def until(true: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not true():  # noqa: ASYNC110 - each turn of the loop counts
+            await asyncio.sleep(0)
+
+
+class Together(MemoryTier):
+    """All reads are answered at once, when `answer` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(NS, SystemClock())
+        self.answer, self.reads = asyncio.Event(), 0
+
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+        self.reads += 1
+        results = await super().read(chain, targets, deadline)
+        await self.answer.wait()
+        return results
+
+
+async def test_loads_that_are_answered_together_are_taken_up_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen loads were published in one turn of the loop: of a long chain that took 5 ms."""
+    tier, chain, turns, taken = Together(), chain_of(NS, 64), [0], list[int]()
+    with slices_of(4):
+        async with kvtier.aopen(CONFIG, NS, tiers=[tier]) as cache:
+            await cache.put(chain, payloads_of(chain, BLOCK))
+            await cache.flush()
+            await cache.evict("g2")
+            promoter = cache.manager.promoter
+            end_reads = promoter._end_reads
+
+            def ended(*args: Any, **options: Any) -> Any:
+                taken.append(turns[0])
+                return end_reads(*args, **options)
+
+            async def count() -> None:
+                while True:
+                    turns[0] += 1
+                    await asyncio.sleep(0)
+
+            monkeypatch.setattr(promoter, "_end_reads", ended)
+            getting = asyncio.ensure_future(cache._get(chain, SystemClock().monotonic() + 10, 0))
+            await until(lambda: tier.reads == 16)
+            counting = asyncio.ensure_future(count())
+            tier.answer.set()
+            with await getting as hit:
+                assert [bytes(block) for block in hit.blocks] == payloads_of(chain, BLOCK)
+            counting.cancel()
+            assert len(taken) == len(set(taken)) == 16, "two loads in one turn"
+            cache.manager.check()
+
+
+async def test_a_load_that_ends_with_its_cache_keeps_no_pin() -> None:
+    """It was answered, and cancelled before its blocks were published."""
+    tier, chain, seen = Together(), chain_of(NS, 64), list[int]()
+    with slices_of(4):
+        cache = kvtier.aopen(CONFIG, NS, tiers=[tier])
+        await cache.__aenter__()
+        await cache.put(chain, payloads_of(chain, BLOCK))
+        await cache.flush()
+        await cache.evict("g2")
+        manager = cache.manager
+        getting = asyncio.ensure_future(cache._get(chain, SystemClock().monotonic() + 10, 0))
+        await until(lambda: tier.reads == 16)
+        tier.answer.set()
+        for _ in range(8):
+            await asyncio.sleep(0)
+        loads = set(manager.promoter._under_way.values())
+        assert loads and not all(load.done() for load in loads)
+        for load in loads:
+            load.cancel()
+        with await getting as hit:
+            seen.append(len(hit.blocks))
+        await asyncio.gather(*loads, return_exceptions=True)
+        assert seen[0] < 64 and not manager.host.filling()
+        await until(lambda: not any(slot.pins for slot in manager.host.index.values()))
+        manager.check()
+        await cache.close()
+
+
+async def test_a_long_promotion_is_pinned_in_columns() -> None:
+    """An object for each of 100,000 pins took 7 ms of one turn to give up."""
+    tier, chain = MemoryTier(NS, SystemClock()), chain_of(NS, 60)
+    async with kvtier.aopen(CONFIG, NS, tiers=[tier]) as cache:
+        await cache.put(chain, payloads_of(chain, BLOCK))
+        await cache.flush()
+        await cache.evict("g2")
+        with slices_of(8):
+            lease = await cache.manager.promote(chain, SystemClock().monotonic() + 10)
+        assert isinstance(lease._held, Holds) and lease._held.distinct and len(lease) == 60
+        assert [slot.index for slot in lease.slots] == list(range(60))
+        lease.release()
+        await until(lambda: not cache.manager.host.pinned)
+        cache.manager.check()

@@ -46,8 +46,9 @@ class Holds(Sequence[Hold]):
             return parts[0] if parts else ()
         numbers = np.concatenate([np.asarray(part.numbers, np.intp) for part in parts])
         generations = np.concatenate([np.asarray(part.generations, np.uint32) for part in parts])
-        ordered = np.sort(numbers)
-        return Holds(parts[0].table, numbers, generations, not bool((ordered[1:] == ordered[:-1]).any()))
+        held = np.zeros(len(parts[0].table), np.bool_)
+        held[numbers] = True
+        return Holds(parts[0].table, numbers, generations, int(np.count_nonzero(held)) == len(numbers))
 
     def columns(self) -> tuple[list[int], list[int]]:
         """Numbers and generations."""
