@@ -369,3 +369,21 @@ def test_a_cache_whose_event_loop_has_ended_closes_its_real_tiers(tmp_path: Path
     assert time.monotonic() - began < 2 and not arena(cache)._maps
     with kvtier.open(both, NS) as again:
         assert again.match(KEYS) == 8, "its folder was given back"
+
+
+@pytest.mark.parametrize("caller_leaves", [False, True])
+async def test_dropping_blocks_is_cut_off_by_the_end_of_the_cache_not_of_its_caller(caller_leaves: bool) -> None:
+    """The caller of `evict` looked cancelled: an application's task ended without a reason."""
+    steps = iter(lambda: 1, 2)
+    async with kvtier.aopen(config(), NS, tiers=[]) as cache:
+        hierarchy = cache.manager.hierarchy
+        evicting = asyncio.ensure_future(hierarchy.drop_slices(steps))
+        await asyncio.sleep(0.01)
+        if caller_leaves:
+            evicting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await evicting
+            assert next(steps) == 1, "it goes on"
+    if not caller_leaves:
+        with pytest.raises(ClosedError):
+            await evicting

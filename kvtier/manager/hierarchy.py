@@ -291,8 +291,12 @@ class Hierarchy:
 
     async def drop_slices(self, slices: Iterator[int]) -> int:
         """Drop blocks of G2 slice by slice, and release the lock in between; returns how many. Goes on to the end,
-        though the caller is cancelled."""
-        return await asyncio.shield(self.supervisor.spawn(self._drop_slices(slices)))
+        though the caller is cancelled. Raises ClosedError where the end of the cache cuts it off."""
+        dropping = self.supervisor.spawn(self._drop_slices(slices))
+        await asyncio.wait({dropping})  # not `shield`: then the caller would look cancelled where this was
+        if dropping.cancelled():
+            raise ClosedError("the cache is closed")
+        return dropping.result()
 
     async def _drop_slices(self, slices: Iterator[int]) -> int:
         count, more = 0, True
