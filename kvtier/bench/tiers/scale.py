@@ -14,7 +14,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -149,8 +149,9 @@ class VerbTimes:
 
 def measure_scale(sizes: Sequence[int] = SIZES) -> list[dict[str, Any]]:
     """One entry per size: blocks, bytes of bookkeeping per block when filled and when as many evicted ones are
-    remembered as may be, the longest run of the garbage collector, `same_work_ms`, and by verb `us_per_block`,
-    `lock_ms` and perhaps `loop_ms`, without the collector's time. Blocks for three minutes per million."""
+    remembered as may be, the longest run of the garbage collector, `same_work_ms`, `bare_us_per_block` beside a match,
+    and by verb `us_per_block`, `lock_ms` and perhaps `loop_ms`, without the collector's time. Blocks for three minutes
+    per million."""
     figures = []
     for blocks in sizes:
         entry, below = _in_a_process(_measured, blocks), _in_a_process(_measured_below, blocks)
@@ -216,6 +217,7 @@ class _Subject:
         chains = [chain_of(number) for number in range(last - sample, last)]
         await self._verb("get", blocks, lambda: self._each(chains, lambda chain: manager.pin(chain).release()))
         await self._verb("match", blocks, lambda: self._each(chains, manager.prefix))
+        bare = self._bare_us_per_block(host.index, chains)
         await self._verb("train", len(chains), lambda: self._each([None], lambda _: list(manager.hierarchy.trained())))
         await self._pins(chains[-1:] + [chain_of(number) for number in range(last - len(held), last - 1)])
         await self._verb("stats", 1, lambda: self._each([None], lambda _: manager.stats()))
@@ -235,8 +237,19 @@ class _Subject:
             "bytes_per_block_with_evicted": round(used_with_evicted / self._blocks),
             "collection_ms": round(self._times.collector.longest_ns / 1e6, 3),
             "same_work_ms": same_work_ms(),
+            "bare_us_per_block": bare,
             "verbs": self._times.verbs,
         }
+
+    def _bare_us_per_block(self, resident: Iterable[BlockKey], chains: Sequence[list[BlockKey]]) -> float:
+        """CPU time per block of looking these chains up in one dictionary of the resident blocks' names: how much of a
+        match, and of its growth, is the processor's waiting for memory."""
+        bare = {key: number for number, key in enumerate(resident)}
+        began = self._times.collector.thread_time_ns()
+        found = sum(-1 not in [bare.get(key, -1) for key in chain] for chain in chains)
+        spent_ns = self._times.collector.thread_time_ns() - began
+        assert found == len(chains), "all of them are here"
+        return round(spent_ns / 1e3 / sum(map(len, chains)), 3)
 
     def _used(self, before: int) -> int:
         gc.collect()

@@ -53,6 +53,8 @@ def _show_scale(results: dict[str, Any]) -> None:
     write_table(["thread CPU time", *head], [[verb, *row] for verb, row in cells.items()])
     filled = ", ".join(f"{one['bytes_per_block']} ({one['bytes_per_block_with_evicted']})" for one in sizes)
     console().print(f"bytes of bookkeeping per block (and with evicted ones that are remembered): {filled}")
+    bare = ", ".join(f"{entry['bare_us_per_block']:g}" for entry in sizes)
+    console().print(f"µs per block of a match in one bare dictionary of as many names: {bare}")
     collections = ", ".join(f"{entry['collection_ms']:g}" for entry in sizes)
     console().print(f"ms of the garbage collector's longest run, which these figures leave out: {collections}")
     same = ", ".join("{:g} to {:g}".format(*entry["same_work_ms"]) for entry in sizes)
