@@ -315,7 +315,7 @@ class Promoter:
     async def _wait(self, loads: Iterable[_Load], deadline: Mono) -> None:
         """Until all have ended, or the deadline. One after the other: a wait for a thousand that end together would be
         called a thousand times in one turn."""
-        for load in loads:
+        for load in list(loads):
             if not load.done():
                 done, _ = await asyncio.wait({load}, timeout=max(0.0, deadline - self._clock.monotonic()))
                 if not done:

@@ -240,6 +240,24 @@ async def test_a_load_that_ends_with_its_cache_keeps_no_pin() -> None:
         await cache.close()
 
 
+async def test_a_cache_closes_while_loads_that_were_given_up_end() -> None:
+    tier, chain = Together(), chain_of(NS, 16)
+    cache = kvtier.aopen(CONFIG, NS, tiers=[tier])
+    await cache.__aenter__()
+    await cache.put(chain, payloads_of(chain, BLOCK))
+    await cache.flush()
+    await cache.evict("g2")
+    with slices_of(4):
+        with await cache._get(chain, SystemClock().monotonic() + 0.05, 0) as hit:
+            assert len(hit.blocks) == 0 and hit.miss == "late"
+        assert len(cache.manager.promoter._abandoned) == 4
+        closing = asyncio.ensure_future(cache.close())
+        await asyncio.sleep(0.05)
+        tier.answer.set()
+        await asyncio.wait_for(closing, 5)
+    assert not cache.manager.promoter._abandoned
+
+
 async def test_a_long_promotion_is_pinned_in_columns() -> None:
     """An object for each of 100,000 pins took 7 ms of one turn to give up."""
     tier, chain = MemoryTier(NS, SystemClock()), chain_of(NS, 60)
