@@ -99,6 +99,24 @@ ARRAYS = {
 
 
 @pytest.mark.parametrize(
+    ("place", "value"),
+    [(6, 255), (8, 1), (8, 9), (10, 8), (10, 12), (10, 14), (10, 99)],
+    ids=["version", "encrypted", "names", "deflate", "bzip2", "lzma", "method"],
+)
+def test_an_archive_that_the_reader_of_archives_cannot_take(tmp_path: Path, place: int, value: int) -> None:
+    """It raises many kinds of errors, NotImplementedError and RuntimeError among them."""
+    np.savez(tmp_path / "c.npz", **{name: np.array(value) for name, value in ARRAYS.items()})
+    raw = bytearray((tmp_path / "c.npz").read_bytes())
+    at = raw.find(b"PK\x01\x02")
+    while at >= 0:  # entries of the directory: version 6, flags 8, method 10
+        raw[at + place] = value
+        at = raw.find(b"PK\x01\x02", at + 1)
+    (tmp_path / "c.npz").write_bytes(raw)
+    with pytest.raises(InvalidRequest, match=r"c\.npz: not a trace of arrays"):
+        load_trace(tmp_path / "c.npz")
+
+
+@pytest.mark.parametrize(
     ("name", "value", "message"),
     [
         ("t", [5.0, float("nan")], r"c\.npz: t\[1\]: nan"),
