@@ -29,7 +29,9 @@ PLAIN = {"load": False, "store": False}
 def stepping(
     request: pytest.FixtureRequest, start: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Any:
-    return start(config=tiers(tmp_path_factory.mktemp("in-step")), engine={"enable_prefix_caching": request.param})
+    engine = start(config=tiers(tmp_path_factory.mktemp("in-step")), engine={"enable_prefix_caching": request.param})
+    engine.caching = request.param
+    return engine
 
 
 @pytest.fixture
@@ -130,7 +132,8 @@ def test_a_client_that_goes_away_during_the_step(engine: Any, fails: bool) -> No
     engine.steps(count=1)
     engine.mend()
     assert engine.unfinished() == []
-    assert engine.named_in_pool(prompt=prompt(18)) in ((0, 3) if fails else (9,))
+    named = engine.named_in_pool(prompt=prompt(18))  # without prefix caching no block has a name
+    assert named in ((0, 3) if fails else (9,)) if engine.caching else named == 0
     assert tokens(engine.generate(prompts=[longer])) == right
     engine.settle()
     assert engine.check() == IDLE
