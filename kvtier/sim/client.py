@@ -202,10 +202,12 @@ class Client:
         manager.abort(slots, generations, in_flight=args["ending"] == "late")
         if args["ending"] == "late":
             views = [slot.pieces for slot in slots]
-            await asyncio.sleep(args["forward"])
-            for slot, generation, pieces in zip(slots, generations, views, strict=True):
-                copy_in(pieces, memoryview(b"\xcc" * self._size))
-                manager.acknowledge(slot, generation)
+            try:
+                await asyncio.sleep(args["forward"])
+            finally:  # a device says that it is done whatever became of the request
+                for slot, generation, pieces in zip(slots, generations, views, strict=True):
+                    copy_in(pieces, memoryview(b"\xcc" * self._size))
+                    manager.acknowledge(slot, generation)
         return f"{len(slots)} given up"
 
     # -- the ledger -------------------------------------------------------------------------------------------------

@@ -323,8 +323,9 @@ class World:
     async def _store(self, host: Host, chain: list[BlockKey]) -> None:
         assert host.cache is not None
         payloads = [bytearray(self._payload(key)) for key in chain]
+        # Of the highest priority that histories give: the blocks of a lower one may find G2 full, for good.
         with self.ledger.using(chain, putting=True):
-            stored = await self._within(host, host.cache.put(chain, payloads, timeout=5.0), 6.0, "put")
+            stored = await self._within(host, host.cache.put(chain, payloads, "urgent", timeout=5.0), 6.0, "put")
         flushed = await self._within(host, host.cache.flush(20.0), 21.0, "flush")
         if stored != len(chain) or flushed.pending:
             raise Wrong(f"host {host.number} stores {stored} of {len(chain)} blocks, {flushed.pending} pending")

@@ -119,6 +119,7 @@ class TurnSteps:
         self.most: Counter[str] = Counter()
 
     def __enter__(self) -> TurnSteps:
+        self._before = sys.gettrace()  # coverage's, where it is measured
         trace_this_thread()
         self._run = run = asyncio.Handle._run
 
@@ -135,5 +136,5 @@ class TurnSteps:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         asyncio.Handle._run = self._run  # type: ignore[method-assign]
-        sys.settrace(None)
+        sys.settrace(self._before)
         _count().tracing = False
