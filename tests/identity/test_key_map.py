@@ -64,3 +64,11 @@ def test_counts_are_those_of_a_counter(seed: int) -> None:
                 model[key] = max(0, model[key] - 1)
         model = +model
         assert len(mine) == len(model) and all((key in mine) == (key in model) for key in KEYS)
+
+
+def test_some_of_a_map_are_taken_out() -> None:
+    keys = [BlockKey(bytes([number]) * 48) for number in range(20)]
+    table = KeyMap[int]()
+    table.update((key, number) for number, key in enumerate(keys))
+    first, rest = table.take(7), table.take(100)
+    assert (len(first), len(rest), len(table)) == (7, 13, 0) and sorted(first + rest) == keys

@@ -7,9 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.identity.key_map import KeyMap
 from kvtier.identity.keys import BlockKey
-from kvtier.identity.recent_keys import RecentKeys
 from kvtier.policies import transit
 from kvtier.policies.pages import Pages
 from kvtier.policies.transit import Transit
@@ -51,20 +49,3 @@ def test_what_passes_through_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     for key in keys[4:]:
         passing.expect(key)
     assert passing.expected == {keys[7]}, "copies of the first three were given up"
-
-
-def test_the_latest_blocks_are_remembered() -> None:
-    recent, keys = RecentKeys(512), [BlockKey(number.to_bytes(48, "big")) for number in range(3_000)]
-    for number, key in enumerate(keys):
-        recent.put(keys[0], -1)
-        recent.put(key, number)
-    assert recent.get(keys[0]) == -1 and recent.get(keys[-1]) == 2_999 and recent.get(keys[1]) is None
-    assert 400 <= len(recent) <= 512
-
-
-def test_some_of_a_map_are_taken_out() -> None:
-    keys = [BlockKey(bytes([number]) * 48) for number in range(20)]
-    table = KeyMap[int]()
-    table.update((key, number) for number, key in enumerate(keys))
-    first, rest = table.take(7), table.take(100)
-    assert (len(first), len(rest), len(table)) == (7, 13, 0) and sorted(first + rest) == keys
