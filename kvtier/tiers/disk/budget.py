@@ -4,9 +4,10 @@
     "budget"                    level f64, CLOCK_BOOTTIME f64 and boot id (16) when that was so, then u64s: bytes leased
                                 and written, bytes of stored blocks
 
-Space is leased in the transaction that reserves a slot, so a crash counts it as written. The index's own writes, as the
-kernel counts them, and zeros of preallocated segments are charged with the next transaction. What must be written, a
-purge first of all, may overdraw the bucket; blocks, uses and removals wait then.
+Space is leased in the transaction that reserves a slot, so a crash counts it as written. A transaction pays for its own
+commit in advance, as much as the last one wrote and COMMIT_BYTES at least; what the kernel counts beyond that, and
+zeros of preallocated segments, are charged with the next. What must be written, a purge first of all, may overdraw the
+bucket; blocks, uses and removals wait then.
 
 A day's budget B gives a bucket of B / 24 that fills at 22 / 24 B a day: whatever a day begins with, it writes at most
 23 / 24 B and what is overdrawn. An unknown balance is none, and time while the machine was off adds nothing. Processes
@@ -25,7 +26,7 @@ from kvtier.clock import SystemClock
 
 DAY_S = 86_400.0
 COMMIT_BYTES = 128 << 10
-"""Of a transaction whose writes nobody counted: of a process that ended, or where the kernel does not tell."""
+"""Of a transaction whose writes nobody has counted yet, or where the kernel does not tell."""
 _BALANCE = struct.Struct("<dd16sQQ")
 _IO = Path("/proc/thread-self/io")
 
@@ -33,7 +34,7 @@ _IO = Path("/proc/thread-self/io")
 @dataclass(frozen=True, slots=True)
 class Allowance:
     """What a process brings into a transaction: its bound in bytes per day (0: none), its boot and the time since, in
-    seconds, and bytes that it has written since its last one."""
+    seconds, and bytes to be charged: those written since its last one, and those that this one will write."""
 
     per_day: float
     boot: bytes

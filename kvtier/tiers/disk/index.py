@@ -103,7 +103,8 @@ class Index:
         self._closed = False
         self.on_damage: Callable[[Exception], None] = lambda error: None
         """Called, on any thread, when a reader meets records of which nothing can be made."""
-        self._unpaid = COMMIT_BYTES  # the last transaction of a process that ended was not charged
+        self._unpaid = 0
+        self._in_advance = COMMIT_BYTES
         self.purges = PurgeLog(path.parent / "PURGES")
 
     @classmethod
@@ -338,8 +339,12 @@ class Index:
             return read_balance(txn, self.layout.budget_key)
 
     def allowance(self, per_day: float, now_s: float) -> Allowance:
-        """Of this process. `per_day`: bytes, 0 for no bound; `now_s`: CLOCK_BOOTTIME."""
-        return Allowance(per_day, self.owner.boot, now_s - boot_offset_ns() / 1e9, self._unpaid)
+        """Of this process. `per_day`: bytes, 0 for no bound; `now_s`: CLOCK_BOOTTIME.
+
+        A transaction pays for its own commit, as much as the last one wrote: nobody pays later for a process that is
+        killed. The difference is owed, or paid back, with the next.
+        """
+        return Allowance(per_day, self.owner.boot, now_s - boot_offset_ns() / 1e9, self._unpaid + self._in_advance)
 
     def owe(self, size: int) -> None:
         """So many bytes were written to the store's files: charge them with the next transaction."""
@@ -364,7 +369,9 @@ class Index:
             return self._transact(work, allowance, may_grow=may_grow)
         finally:
             after = thread_written()
-            self.owe(COMMIT_BYTES if before is None or after is None else after - before)
+            written = COMMIT_BYTES if before is None or after is None else after - before
+            self._in_advance = max(COMMIT_BYTES, written)
+            self.owe(written)
 
     def _transact(self, work: Callable[[WriteTxn], T], allowance: Allowance, *, may_grow: Callable[[int], bool]) -> T:
         try:

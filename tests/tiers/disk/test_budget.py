@@ -121,6 +121,29 @@ async def test_a_spent_budget_holds_back_uses_and_removals_but_no_purge(
     await tier.close(clock.monotonic() + FAR_S)
 
 
+async def test_a_kill_after_a_commit_leaves_nothing_unpaid(tmp_path: Path) -> None:
+    clock = VirtualClock()
+    tier = tier_at(tmp_path / "g3", clock)
+    await tier.open()
+    await tier.flush(clock.monotonic() + FAR_S)
+    opened = tier._store
+    wrote: list[int] = []
+
+    def rewrite(txn: WriteTxn) -> None:
+        wrote.append(budget.thread_written() or 0)
+        for number in range(400):  # 800 KiB of pages of their own, far more than COMMIT_BYTES
+            txn._txn.put(b"mtest%d" % number, bytes([len(wrote)]) * 1900)
+
+    base, charged = opened.index.balance().written, []
+    for _ in range(5):
+        await opened.submit(rewrite).result()
+        charged.append(opened.index.balance().written - base)  # what another process finds if this one is killed now
+    written = [later - wrote[0] for later in wrote[1:]]  # with the commit itself; the first had no like before it
+    for paid, cost in list(zip(charged, written, strict=False))[1:]:
+        assert paid >= 0.9 * cost - budget.COMMIT_BYTES, "the last commit is not paid for"
+    await tier.close(clock.monotonic() + FAR_S)
+
+
 async def test_slots_that_were_reserved_ahead_and_not_used_are_paid_back(tmp_path: Path) -> None:
     clock = VirtualClock()
     tier = tier_at(tmp_path / "g3", clock)
