@@ -110,6 +110,7 @@ class Promoter:
                     break
             await self._turns.next()
             pinned = Holds.joined(holds)
+            await self._turns.next()
         except BaseException:
             self._hierarchy.release(Holds.joined(holds)[::-1])
             self._undo(found)

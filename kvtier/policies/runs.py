@@ -79,7 +79,7 @@ class Ranking(RunMemory):
         self._mono_s = mono_s
         self._coldest = None
         keys, old, chained = self._look_up(chain, old, depth)
-        if self._transit:
+        if self._transit.any_known:
             self._warm(old, keys)
         unknown, start, count = old[-1]
         named = min(len(keys), start + NAMED_AT_ONCE) if unknown is None and chained else len(keys)

@@ -42,8 +42,9 @@ class Transit:
             self._here.popitem(last=False)
 
     def warm(self, key: BlockKey) -> None:
-        """A block was referenced: it is no longer here."""
+        """A block was referenced: it is no longer here, nor to return."""
         self._here.pop(key, None)
+        self._suspended.discard(key)
 
     def leave(self, key: BlockKey) -> None:
         """A block is no longer resident."""
@@ -63,6 +64,11 @@ class Transit:
             self._suspended.remove(key)
             self._enter(key)
         return key in self._here
+
+    @property
+    def any_known(self) -> bool:
+        """Whether any is here, or is to return."""
+        return bool(self._here or self._suspended)
 
     def newest(self) -> Iterator[BlockKey]:
         """Those here, the latest first."""

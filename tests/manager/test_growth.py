@@ -170,3 +170,7 @@ def test_outcomes_of_loads_are_kept_in_parts() -> None:
     )
     assert [slot.index for slot in outcomes.pinned()] == list(range(4_999, 1, -2))
     assert set(outcomes) == {0, *range(2, 5_000)}
+    outcomes.forget(range(1_000, 3_000))
+    assert set(outcomes) == {0, *range(2, 1_000), *range(3_000, 5_000)} and len(outcomes._parts) == 4
+    outcomes.forget([*range(2, 1_000), 0])
+    assert len(outcomes) == 2_000 and outcomes.get(0) is None and len(outcomes._parts) == 3

@@ -9,8 +9,10 @@ import pytest
 
 from kvtier.identity.keys import BlockKey
 from kvtier.policies import transit
+from kvtier.policies.lru import LRU
 from kvtier.policies.pages import Pages
 from kvtier.policies.transit import Transit
+from kvtier.times import Mono
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -49,3 +51,19 @@ def test_what_passes_through_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     for key in keys[4:]:
         passing.expect(key)
     assert passing.expected == {keys[7]}, "copies of the first three were given up"
+
+
+def test_a_block_that_is_used_while_it_is_pinned_does_not_return_to_the_eviction_end() -> None:
+    """A request used it after somebody had looked for a victim: it left first all the same."""
+    policy, old, used = LRU(100), [BlockKey(bytes(48))], [BlockKey(bytes([1]) * 48)]
+    for at, chain in enumerate((old, used)):
+        policy.reference(chain, 0, Mono(at))
+        if chain is used:
+            policy._transit.expect(used[0])
+        policy.insert(chain[0])
+    assert policy.victim(None, lambda key: True) == used[0]
+    policy.suspend(used[0])
+    policy.reference(used, 1, Mono(3))
+    policy.resume(used[0])
+    assert policy.victim(None, lambda key: True) == old[0]
+    policy.check({*old, *used})
