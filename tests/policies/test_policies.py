@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvtier.bench.policies import COMPARED
@@ -105,6 +105,7 @@ def test_lru_is_the_textbook_lru_for_any_names(capacity, requests):
         max_size=80,
     ),
 )
+@example("s3fifo", [("insert", 4, 1), ("reference", 4, 1), ("reference", 4, 1), ("room", 0, 1)])
 @settings(max_examples=300, deadline=None)
 def test_an_owner_may_insert_late_and_remove_anything(name, steps):
     """Arrivals long after their reference, expiry in the middle of a chain, leased leaves: counts stay right."""

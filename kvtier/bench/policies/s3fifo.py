@@ -66,7 +66,7 @@ class S3FIFO(Ungraded):
         priority_max: int = PRIORITY_MAX,
     ) -> BlockKey | None:
         # Every turn lowers a count, moves small to main, or passes over what cannot be moved.
-        turns = (USES_MAX + 2) * len(self._main) + len(self._small)
+        turns = (USES_MAX + 2) * len(self._main) + 2 * len(self._small)
         for _ in range(turns):
             small = self._small and (len(self._small) + len(self._fresh) >= self._small_max or not self._main)
             queue = self._small if small else self._main
@@ -84,7 +84,9 @@ class S3FIFO(Ungraded):
                 return key
             else:
                 queue.move_to_end(key)
-        return self._fresh.deepest(movable) if newcomer is None else None
+        # The queue whose turn it is holds nothing that can be moved.
+        moved = next((key for key in (*self._small, *self._main) if movable(key)), None)
+        return self._fresh.deepest(movable) if moved is None and newcomer is None else moved
 
     def check(self, resident: set[BlockKey]) -> None:
         held = [*self._small, *self._main, *self._fresh]
