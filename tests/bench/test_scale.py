@@ -57,3 +57,15 @@ def test_chains_share_nothing_but_scopes() -> None:
     chains = [chain_of(number, 5, scopes=2) for number in range(4)]
     assert len({key for chain in chains for key in chain}) == 20
     assert {key[:16] for key in chains[0]} == {scope_of_chain(0, 2)} == {key[:16] for key in chains[2]}
+
+
+def test_what_is_collected_on_another_thread_is_not_this_threads_time() -> None:
+    collector = Collector()
+    try:
+        began = collector.thread_time_ns()
+        other = threading.Thread(target=lambda: [gc.collect() for _ in range(5)])
+        other.start()
+        other.join()
+        assert collector.longest_ns > 0 and collector.thread_time_ns() >= began
+    finally:
+        collector.close()

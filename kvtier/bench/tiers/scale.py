@@ -14,6 +14,7 @@ import hashlib
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -67,20 +68,20 @@ class Collector:
     """Watches Python's garbage collector: it stops whoever makes the object too many, in the middle of anything."""
 
     def __init__(self) -> None:
-        self.longest_ns = 0
-        self._spent_ns = self._began_ns = 0
+        self.longest_ns = self._began_ns = 0
+        self._spent_ns = Counter[int]()  # by thread: it runs on whichever makes the object
         gc.callbacks.append(self._called)
 
     def thread_time_ns(self) -> int:
         """The CPU time of this thread without that of the collector."""
-        return time.thread_time_ns() - self._spent_ns
+        return time.thread_time_ns() - self._spent_ns[threading.get_ident()]
 
     def _called(self, phase: str, _: dict[str, int]) -> None:
         if phase == "start":
             self._began_ns = time.thread_time_ns()
         else:
             spent = time.thread_time_ns() - self._began_ns
-            self._spent_ns += spent
+            self._spent_ns[threading.get_ident()] += spent
             self.longest_ns = max(self.longest_ns, spent)
 
     def close(self) -> None:
