@@ -8,13 +8,9 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +18,7 @@ import pytest
 
 from kvtier.testing import ChildFailed
 from tests.connectors.sglang.support.answers import alike
+from tests.connectors.sglang.support.served import served
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -302,34 +299,7 @@ def test_the_server_as_the_readme_starts_it(model: Path, prompt: Any, ports: Any
         "linker_module_path": "kvtier.connectors.sglang",
         "linker_extra_config": {"kvtier_config": str(config), "recompute": "never"},
     }
-    (port,) = ports(1)
-    command = [
-        sys.executable, str(Path(__file__).parent / "support" / "server_host.py"), "--model-path", str(model),
-        "--page-size", "64", "--enable-unified-cache-external-linker",
-        "--unified-cache-external-linker-backend", "dynamic",
-        "--unified-cache-external-linker-config", json.dumps(linker),
-        "--port", str(port), "--device", "cpu", "--dtype", "float32", "--skip-tokenizer-init",
-        "--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "none",
-        "--disable-overlap-schedule", "--disable-cuda-graph", "--mem-fraction-static", "0.1",
-        "--max-total-tokens", "4096", "--log-level", "warning", "--enable-metrics", "--skip-server-warmup",
-    ]  # fmt: skip
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-
-    def ask(path: str, body: dict[str, Any] | None = None) -> str:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return str(answer.read().decode())
-
-    try:
-        deadline = time.monotonic() + 240
-        while True:
-            try:
-                ask("/health")
-                break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < deadline, "the server did not start"
-                time.sleep(1)
+    with served(model, *ports(1), "--page-size", "64", linker=linker) as ask:
         sampling = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True}
         body = {
             "input_ids": prompt(1),
@@ -360,7 +330,3 @@ def test_the_server_as_the_readme_starts_it(model: Path, prompt: Any, ports: Any
         ):
             found = re.search(rf"^sglang:{name}\{{(.*{labels}.*)\}} (\S+)$", metrics, re.MULTILINE)
             assert found is not None and float(found[2]) > 0 and 'dp_rank="0"' in found[1], name
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @contextmanager
-def serve(model: Path, config: Path, tmp_path: Path) -> Iterator[str]:
+def serve(model: Path, config: Path, tmp_path: Path, **extra: object) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -34,7 +34,7 @@ def serve(model: Path, config: Path, tmp_path: Path) -> Iterator[str]:
     found = re.search(r"vllm serve MODEL (.*?) --kv-transfer-config '(\{.*?\})'", readme, re.DOTALL)
     assert found is not None
     options, transfer = found[1].split(), json.loads(found[2])
-    transfer["kv_connector_extra_config"]["kvtier_config"] = str(config)
+    transfer["kv_connector_extra_config"] |= {"kvtier_config": str(config), **extra}
     command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1",
                "--port", str(port), "--served-model-name", "tiny", "--dtype", "float32", "--max-model-len", "2048",
                "--block-size", "32", "--enforce-eager", "--num-gpu-blocks-override", "128",

@@ -9,27 +9,33 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from bit_compare import Witness  # beside this file
+from sglang.srt.mem_cache.utils import storage_namespace_seed
 
 import kvtier
 from kvtier.clock import SystemClock
-from kvtier.connectors.sglang import KVTierLinker
+from kvtier.connectors.identity import engine_keys
+from kvtier.connectors.sglang import KVTierLinker, adapters
 from kvtier.connectors.sglang.copies import PageCopies
 from kvtier.connectors.sglang.identity import process_number
+from kvtier.connectors.sglang.page_names import page_hashes
 from kvtier.identity.namespace import Namespace
 from kvtier.manager.build import lower_tiers
 from kvtier.testing import Fault, FaultyTier
 
 
 class TrialLinker(KVTierLinker):
-    """`linker_extra_config` has two more keys. `control`: a TCP port of rank 0 (rank r has the port r above it), where
-    a line {"do": verb, …} is answered by a line of JSON; verbs are the methods `do_…`. `witness`: a file for a
-    Witness (rank r has r in its name) that engines may have in common."""
+    """`linker_extra_config` has more keys. `control`: a TCP port of rank 0 (rank r has the port r above it), where a
+    line {"do": verb, …} is answered by a line of JSON; verbs are the methods `do_…`. `witness`: a file for a Witness
+    (rank r has r in its name) that engines may have in common. `can_fail`: false for tiers without faults; those with
+    them do not keep what their blocks hold."""
 
     def __init__(self, *arguments: Any, extra_config: dict[str, Any], **named: Any) -> None:
         port, witness = int(extra_config.pop("control")), extra_config.pop("witness")
+        self._can_fail = extra_config.pop("can_fail", True)
         self._witness_file = witness
         self._witness: Witness | None = None
         self._loading: dict[str, list[bytes]] = {}  # names of the blocks that a request waits for
@@ -40,6 +46,8 @@ class TrialLinker(KVTierLinker):
         self._listen(port + process_number())
 
     def open_cache(self, namespace: Namespace) -> kvtier.Cache:
+        if not self._can_fail:
+            return super().open_cache(namespace)
         config, clock = self._settings.config, SystemClock()
         tiers = [FaultyTier(tier, seed=7) for tier in lower_tiers(config, namespace, clock)]
         self._faulty = {tier.name: tier for tier in tiers}
@@ -95,6 +103,23 @@ class TrialLinker(KVTierLinker):
 
     def do_evict(self, tier: str) -> int:
         return self._cache.evict(tier)
+
+    def do_purge(self, salt: str) -> int:
+        return int(self._cache.purge(salt))
+
+    def do_places(self, tokens: list[int], salt: str | None, adapter: str | None) -> dict[str, list[bool]]:
+        """Which pages of a prompt are in G2 and in G3, with this salt and the adapter of this name."""
+        page, g3 = self._pool.page, self._cache.manager.lower["g3"]
+        number = next((number for number, name in adapters._public.items() if name == adapter), None)
+        labelled = SimpleNamespace(cache_salt=salt, extra_key=number, lora_id=number)
+        scope = self._requests.control_of(labelled)[1]
+        assert scope is not None
+        pages = page_hashes(bytes.fromhex(storage_namespace_seed(number, salt) or ""), tokens, page)
+        wanted_by, keys = self._cache.manager.hierarchy.clock.monotonic() + 5, engine_keys(scope, pages)
+        return {
+            "g2": [self._cache.manager.prefix([key]) == 1 for key in keys],
+            "g3": [self._cache.submit(g3.lookup([key], [0], wanted_by)).result(5) == [None] for key in keys],
+        }
 
     def do_flush(self, timeout: float = 60.0) -> int:
         """Returns the blocks that are still on their way down."""
