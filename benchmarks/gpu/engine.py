@@ -44,6 +44,12 @@ class Bench:
 
     def conversations(self) -> Mapping[str, Any]:
         llm, sampling = self._engine()
+        try:
+            return self._measured(llm, sampling)
+        finally:  # else this process waits at its end for the engine's
+            llm.llm_engine.engine_core.shutdown()
+
+    def _measured(self, llm: Any, sampling: Any) -> Mapping[str, Any]:
         prompts = [self._prompt(number) for number in range(self._count)]
         figures: dict[str, list[float]] = {"computed": [], "own": [], "g2": []}
         answers = []
