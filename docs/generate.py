@@ -125,8 +125,7 @@ def proof() -> str:
 def _failures(failures: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Others' failures, and the tests that look for them here."""
     yield fill(
-        "What has gone wrong in other projects, as their issues and advisories say, and the tests that would see it "
-        "here.",
+        "Failures of other projects, as their issues and advisories tell them, and the tests that would see them here.",
         WIDTH,
     )
     yield from ("", "| | failure | tests |", "|---|---|---|")

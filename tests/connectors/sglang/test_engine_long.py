@@ -18,7 +18,7 @@ import pytest
 
 from kvtier.testing import ChildFailed
 from tests.connectors.sglang.support.answers import alike
-from tests.connectors.sglang.support.served import served
+from tests.connectors.sglang.support.served import forget_pages, served
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -307,12 +307,7 @@ def test_the_server_as_the_readme_starts_it(model: Path, prompt: Any, ports: Any
         }
         ask("/generate", body)
         own = json.loads(ask("/generate", body))
-        for _ in range(100):
-            try:
-                ask("/flush_cache", {})
-                break
-            except OSError:  # refused while the server has a request, which it may have after it has answered it
-                time.sleep(0.1)
+        forget_pages(ask)
         restored = json.loads(ask("/generate", body))
         assert restored["output_ids"] == own["output_ids"]
         assert restored["meta_info"]["cached_tokens_details"]["host"] == 384

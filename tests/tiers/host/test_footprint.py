@@ -51,8 +51,8 @@ def test_what_the_garbage_collector_tracks_does_not_grow_with_blocks() -> None:
 
 
 def test_a_collection_does_not_go_over_what_the_policy_remembers() -> None:
-    """Lists of the requests, sorted by age and by rank, were gone over at each full collection: at a million blocks it
-    stopped every thread for 100 ms."""
+    """Lists of the requests, sorted by age and by rank, were gone over at each full collection, which stops every
+    thread."""
 
     def gone_over() -> int:
         gc.collect()

@@ -14,7 +14,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-START_S = 240.0
+from tests.connectors.support.health import wait_until_healthy
+
+
+def forget_pages(ask: Callable[..., str]) -> None:
+    """Empty the server's own tree."""
+    for _ in range(100):
+        try:
+            ask("/flush_cache", {})
+            return
+        except OSError:  # refused while the server has a request, which it may have after it has answered it
+            time.sleep(0.1)
+    raise AssertionError("the server is never idle")
 
 
 @contextmanager
@@ -30,23 +41,17 @@ def served(model: Path, port: int, *options: str, linker: dict[str, Any]) -> Ite
         "--disable-overlap-schedule", "--disable-cuda-graph", "--mem-fraction-static", "0.1",
         "--max-total-tokens", "4096", "--log-level", "warning", "--enable-metrics", "--skip-server-warmup", *options,
     ]  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def ask(path: str, body: Any = None) -> str:
         data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"Content-Type": "application/json"})
+        request = urllib.request.Request(f"{url}{path}", data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=120) as answer:
             return str(answer.read().decode())
 
     try:
-        deadline = time.monotonic() + START_S
-        while True:
-            try:
-                ask("/health")
-                break
-            except OSError:
-                assert process.poll() is None and time.monotonic() < deadline, "the server did not start"
-                time.sleep(1)
+        wait_until_healthy(process, url)
         yield ask
     finally:
         with suppress(ProcessLookupError):
