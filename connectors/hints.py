@@ -186,10 +186,15 @@ class HintExecutor:
         if not seconds > 0:
             raise InvalidRequest("the time of a pin must be above 0")
         if self.shares.has_pin(tenant, known) and known is not None and known.chain == tuple(prompt):
-            pin = await protection.extend(full, seconds)
-            if self.shares.has_pin(tenant, pin):
-                self.shares.pin(tenant, pin)
-            return pin
+            try:
+                pin = await protection.extend(full, seconds)
+            except InvalidRequest:  # its time was over: it is made anew
+                self.shares.unpin(tenant, full)
+                known = protection.pins.get(full)
+            else:
+                if self.shares.has_pin(tenant, pin):
+                    self.shares.pin(tenant, pin)
+                return pin
         if known is not None or self.shares.making(tenant, full):
             raise InvalidRequest("a pin of this name was made by somebody else, or of another prompt")
         if self.shares.fitting(tenant, prompt, self.limit) < len(prompt) or not self.shares.may_pin(tenant):
@@ -202,8 +207,7 @@ class HintExecutor:
         self.shares.begin_pin(tenant, name, chain)
         try:
             return await protection.create(name, chain, seconds, len(chain) * self._block_tokens)
-        except InvalidRequest as refused:
-            log.debug("a pin is refused: %s", refused)
+        except InvalidRequest:
             raise InvalidRequest("no more may be reserved") from None
         finally:
             self.shares.unpin(tenant, name)

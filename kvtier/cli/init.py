@@ -11,12 +11,13 @@ import typer
 import yaml
 
 from kvtier.bench.retention.shapes import CacheShape, shape_of
+from kvtier.cli.ask import shown
 from kvtier.cli.doctor_checks import Level, run_checks
 from kvtier.cli.machine import mount_of, place_for_cache
 from kvtier.cli.output import Json, console, write_json
 from kvtier.config import Config
 from kvtier.config.reference import key_references, section_meanings
-from kvtier.errors import InvalidRequest
+from kvtier.errors import ConfigError, InvalidRequest
 from kvtier.tiers.host.arena import available_bytes
 from kvtier.units import format_size
 
@@ -30,6 +31,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace FILE if it is ther
 
 RAM_SHARE, DISK_SHARE = 0.4, 0.5
 G3_MIN = 1 << 30
+WRITES_MAX = 999_999  # drive writes a day, as a write budget has them
 """A smaller disk is not worth the wear."""
 
 STARTS = {
@@ -69,7 +71,7 @@ def init(
         raise InvalidRequest(f"{file} is there already; name another file, or replace it with --force")
     shape = shape_of(model) if model is not None else None
     found = measure(path, shape)
-    file.write_text(read_preset(preset) if preset is not None else rendered(found, shape))
+    write(file, read_preset(preset) if preset is not None else rendered(found, shape))
     findings = run_checks(Config.load(file))
     if json:
         rows = [asdict(each) | {"level": each.level.name.lower()} for each in findings]
@@ -80,17 +82,32 @@ def init(
         raise typer.Exit(1)
 
 
+def write(file: Path, text: str) -> None:
+    """Replace the file if kvtier reads this text. Raises ConfigError; then the file is as it was."""
+    new = file.with_name(f"{file.name}.new")
+    try:
+        new.write_text(text, encoding="utf-8")
+        Config.load(new)
+        new.replace(file)
+    except (ConfigError, UnicodeEncodeError) as wrong:
+        raise ConfigError(f"{file}: nothing was written, since kvtier would not read it: {wrong}") from None
+    finally:
+        new.unlink(missing_ok=True)
+
+
 def measure(path: Path | None, shape: CacheShape | None) -> Measured:
     """RAM, and the disk below `path` (none: the largest local one). Reads; writes nothing."""
-    ram = available_bytes()
+    ram, path = available_bytes(), path and path.expanduser().absolute()
     mount = mount_of(path) if path is not None else None
     if path is None and (chosen := place_for_cache()) is not None:
         path, mount = chosen
     g3 = _rounded(int(mount.free_bytes * DISK_SHARE)) if mount is not None else 0
     g3 = g3 if g3 >= G3_MIN else 0
     per_token = shape.bytes_per_token if shape is not None else 0
-    writes = max(1, mount.whole_bytes // g3) if mount is not None and g3 else 1
-    return Measured(ram, _rounded(int(ram * RAM_SHARE)), str(path or ""), g3, str(mount or ""), per_token, writes)
+    writes = min(max(1, mount.whole_bytes // g3), WRITES_MAX) if mount is not None and g3 else 1
+    return Measured(
+        ram, _rounded(int(ram * RAM_SHARE)), str(path or ""), g3, shown(mount or "", 256), per_token, writes
+    )
 
 
 def read_preset(name: str) -> str:

@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 from rich.live import Live
 
+from kvtier.cli.ask import shown
 from kvtier.cli.output import Json, console, write_json
 from kvtier.cli.top_latest import NOTHING, latest_of
 from kvtier.cli.top_view import Figures, Screen, parse_figures
@@ -161,7 +162,7 @@ def read_figures(url: str) -> Figures:
             figures = parse_figures(_text(answer).decode())
     except (urllib.error.URLError, HTTPException, OSError, ValueError) as wrong:
         reason = getattr(wrong, "reason", None) or wrong
-        raise Unanswered(f"{shorten(url)} gives no metrics: {reason}") from wrong
+        raise Unanswered(f"{shorten(url)} gives no metrics: {shown(reason, 256)}") from wrong
     if not figures:
         raise Unanswered(f"{shorten(url)} has no metrics of kvtier; is the cache open?")
     return figures

@@ -15,6 +15,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from kvtier.cli.ask import shown
 from kvtier.cli.top_latest import NOTHING
 
 Figures = dict[str, dict[str, float]]
@@ -40,11 +41,11 @@ def parse_figures(text: str) -> Figures:
                 continue
             if name.endswith("_created") or not math.isfinite(sample.value):
                 continue  # a client library's time of a counter's birth, or of a broken exporter: nothing to show
-            labels = {label: value for label, value in sorted(sample.labels.items()) if label in OURS}
+            labels = {label: shown(value) for label, value in sorted(sample.labels.items()) if label in OURS}
             tier = labels.pop("tier", "")
             short = name.removeprefix("tier_").removesuffix("_total")
             figures[tier]["".join([short, *(f"[{value}]" for value in labels.values())])] += sample.value
-    return {tier: dict(each) for tier, each in figures.items()}
+    return {tier: {name: sum_ for name, sum_ in each.items() if math.isfinite(sum_)} for tier, each in figures.items()}
 
 
 @dataclass(slots=True)
@@ -205,7 +206,10 @@ class Screen:
         if total <= 0:
             return ""
         bound = min(bound for bound, count in counts.items() if count >= 0.99 * total)
-        return f"≤{bound * 1000:g}" if bound < float("inf") else f">{max(b for b in counts if b != bound) * 1000:g}"
+        if math.isfinite(bound):
+            return f"≤{bound * 1000:g}"
+        least = max(filter(math.isfinite, counts), default=None)
+        return "" if least is None else f">{least * 1000:g}"
 
     def _grown(self, tier: str, name: str) -> float:
         """Since the last reading; a counter that fell began anew."""

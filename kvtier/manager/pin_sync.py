@@ -64,7 +64,7 @@ class PinSync:
                     else:
                         there |= await tier.unpin(name)
             except FAILURES as error:
-                log.warning("pin %s is not on every medium yet: %s", name[:40], error)
+                log.warning("a pin is not on every medium yet: %s", error)  # its name may be a client's
                 continue
             with self._lock:
                 if self._pins.get(name) is pin:

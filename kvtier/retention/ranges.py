@@ -28,7 +28,7 @@ class TokenRange:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:
-            raise InvalidRequest(f"token range {self.start} … {self.stop} is empty or negative")
+            raise InvalidRequest("a token range is empty or negative")
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,3 +126,24 @@ def test_ssds_come_before_larger_hard_disks(tmp_path: Path, monkeypatch: pytest.
     ]
     monkeypatch.setattr(machine, "mounts", lambda: iter(disks))
     assert machine.place_for_cache() == (tmp_path / "kvtier", disks[1])
+
+
+@pytest.mark.parametrize("path", ["line\nbreak", "bell\a", "/mnt/${NO_SUCH_VARIABLE_93}"])
+def test_what_kvtier_would_not_read_is_not_written(run: Run, tmp_path: Path, path: str) -> None:
+    """`--force` replaced a good file by one that `config check` refuses."""
+    file = tmp_path / "kv.yaml"
+    run("init", file)
+    before = file.read_bytes()
+    told = run("init", file, "--force", "--path", tmp_path / path)
+    assert told.status == 2 and "nothing was written" in told.err
+    assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_path_of_the_user_holds_in_other_directories(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`1e3` was read as a number."""
+    monkeypatch.chdir(tmp_path)
+    run("init", "kv.yaml", "--path", "1e3")
+    config = Config.load(tmp_path / "kv.yaml")
+    assert config.tiers.g3 is not None and config.tiers.g3.path == (tmp_path / "1e3",)

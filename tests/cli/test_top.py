@@ -219,3 +219,14 @@ def test_a_page_that_never_ends_is_no_answer(monkeypatch: pytest.MonkeyPatch) ->
                 read_figures(f"http://127.0.0.1:{server.server_port}/metrics")
         finally:
             server.shutdown()
+
+
+def test_calls_whose_bounds_are_not_known_have_no_p99() -> None:
+    page = 'kvtier_tier_call_seconds_bucket{tier="g2",verb="read",le="+Inf"} 5\n'
+    assert "g2" in shown(Screen(parse_figures("# TYPE kvtier_tier_call_seconds histogram\n" + page)))
+
+
+def test_a_page_of_others_controls_no_terminal_and_is_json() -> None:
+    page = 'kvtier_tier_blocks{tier="g2\x1b]0;mine\x07"} 1\nkvtier_x{r="1"} 1e308\nkvtier_x{r="2"} 1e308\n'
+    found = parse_figures(page)
+    assert "\x1b" not in "".join(found) and "x" not in found.get("", {})

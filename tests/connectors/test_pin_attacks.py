@@ -143,3 +143,11 @@ def test_long_sessions_cost_the_scheduler_nothing_by_the_block(world: World, mon
         world.cache, A, world.controls.parse({"hints": hints(action("kv.demote", session_id="s"))}), SIX
     )
     assert Key.hashed == 0
+
+
+def test_a_pin_whose_time_was_over_is_made_anew(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """Before housekeeping had ended it, it was refused, with its name in the log and a count of others' pins."""
+    assert world.outcomes(A, SIX, pin("canary", 1)) == ["accepted"]
+    world.clock.advance(1.5)
+    assert world.outcomes(A, SIX, pin("canary", 60)) == ["accepted"]
+    assert len(ends(world)) == 1 and world.held(A) == set(SIX) and "canary" not in caplog.text

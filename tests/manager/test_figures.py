@@ -57,6 +57,8 @@ async def test_figures_equal_an_independent_count(seed: int) -> None:
                 given += len(hit.blocks)
             clock.advance(rng.choice([0.1, 60]))  # a breaker that has opened looks again
         figures = cache.stats()["g3"]
+    assert figures["read_bytes"] == figures["loaded"] * BLOCK
+    assert figures["written_bytes"] == figures["stored"]["stored"] * BLOCK
     misses, stored = Counter(figures["misses"]), Counter(figures["stored"])
     del misses["breaker"]  # the tier was not asked
     assert figures["loaded"] == tier.read_blocks.pop("loaded") >= given > 0
