@@ -128,7 +128,7 @@ def test_ssds_come_before_larger_hard_disks(tmp_path: Path, monkeypatch: pytest.
     assert machine.place_for_cache() == (tmp_path / "kvtier", disks[1])
 
 
-@pytest.mark.parametrize("path", ["line\nbreak", "bell\a", "/mnt/${NO_SUCH_VARIABLE_93}"])
+@pytest.mark.parametrize("path", ["line\nbreak", "bell\a", "${NO_SUCH_VARIABLE_93}"])
 def test_what_kvtier_would_not_read_is_not_written(run: Run, tmp_path: Path, path: str) -> None:
     """`--force` replaced a good file by one that `config check` refuses."""
     file = tmp_path / "kv.yaml"
