@@ -144,9 +144,10 @@ class BlockEvents(ABC):
         if self._cleared:
             self._cleared = False
             yield self._all_cleared()
+        changes = self.events.take()  # first: who has a block announced tells of its passage, then reports the block
         self._learn()
         yield from self._take_own()
-        for change in self.events.take():
+        for change in changes:
             if change.tier not in self._tiers:
                 continue
             if isinstance(change, Lost):

@@ -50,6 +50,7 @@ class Bench:
             llm.llm_engine.engine_core.shutdown()
 
     def _measured(self, llm: Any, sampling: Any) -> Mapping[str, Any]:
+        self._ask(llm, [7] * (4 * BLOCK_TOKENS), sampling, 0)  # warms up
         prompts = [self._prompt(number) for number in range(self._count)]
         figures: dict[str, list[float]] = {"computed": [], "own": [], "g2": []}
         answers = []
@@ -102,9 +103,7 @@ class Bench:
             },
             **device,
         )
-        sampling = SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True, detokenize=False)
-        self._ask(llm, [7] * (4 * BLOCK_TOKENS), sampling, 0)  # warms up
-        return llm, sampling
+        return llm, SamplingParams(temperature=0, max_tokens=ANSWER_TOKENS, ignore_eos=True, detokenize=False)
 
     def _model(self) -> int:
         """Write the checkpoint; the bytes of one block."""

@@ -200,15 +200,13 @@ class Hierarchy:
         if self._loop is None or asyncio._get_running_loop() is not self._loop:
             self._unpin_some(parts)
         elif self._unpin_some(parts, TURN_NS):
-            self.supervisor.spawn(self._release(parts))
+            rest = self.supervisor.spawn(self._release(parts))
+            rest.add_done_callback(lambda _: self._unpin_some(parts))  # also of one that was cancelled before it began
 
     async def _release(self, parts: Iterator[Sequence[Hold]]) -> None:
-        try:
+        await self.turns.next()
+        while self._unpin_some(parts, TURN_NS):
             await self.turns.next()
-            while self._unpin_some(parts, TURN_NS):
-                await self.turns.next()
-        finally:
-            self._unpin_some(parts)
 
     def _unpin_some(self, parts: Iterator[Sequence[Hold]], most_ns: float = math.inf) -> bool:
         """Undo the pins of the next parts, for so much of this thread's CPU time or a little more. Whether there may be

@@ -310,3 +310,24 @@ async def test_what_a_later_request_keeps_in_g3_is_described_though_an_earlier_o
         events.request(whole)
         await announcer.write()
         assert [whole] == [keys for keys in await kept() if keys[0] == whole[0]]
+
+
+def test_what_is_announced_while_events_are_taken_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its passage came too late to be known, and its blocks are not announced again."""
+
+    class Telling(Told):
+        def _made_of(self, run: Any, first: int, stop: int, tier: str) -> Any:
+            return run.passage.keys[first:stop]
+
+    keys, told = list(chain_of(NAMESPACE, 4)), Telling(SIZE, 1 << 12, ("g2", "g3"))
+    report, take = told.events.of("g3"), told.events.take
+
+    def meanwhile() -> Any:
+        if not told._kept.numbers:
+            told._told.append(Passage(keys, None, list(range(4 * SIZE)), [None] * 4))
+            report(keys, True)
+        return take()
+
+    monkeypatch.setattr(told.events, "take", meanwhile)
+    heard = [event for _ in range(3) for event in told.take()]
+    assert heard and heard[0] == keys

@@ -272,3 +272,18 @@ async def test_a_long_promotion_is_pinned_in_columns() -> None:
         lease.release()
         await until(lambda: not cache.manager.host.pinned)
         cache.manager.check()
+
+
+async def test_pins_go_though_their_release_is_cancelled_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = chain_of(NS, 60)
+    monkeypatch.setattr("kvtier.manager.hierarchy.TURN_NS", -1)
+    async with kvtier.aopen(CONFIG, NS, tiers=[]) as cache:
+        await cache.put(chain, payloads_of(chain, BLOCK))
+        with slices_of(8):
+            lease = await cache.manager.promote(chain, SystemClock().monotonic() + 10)
+            before = asyncio.all_tasks()
+            lease.release()
+            for task in asyncio.all_tasks() - before:
+                task.cancel()
+            await until(lambda: not cache.manager.host.pinned)
+        cache.manager.check()

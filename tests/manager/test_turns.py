@@ -75,3 +75,28 @@ async def test_who_is_cancelled_gives_up_its_place(monkeypatch: pytest.MonkeyPat
     await asyncio.sleep(0.01)
     await asyncio.wait_for(shared.next(), 5)  # nobody has the turn
     assert not shared._waiting
+
+
+async def test_brief_pieces_share_a_turn_beside_others_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each had a turn of its own, in which the engine's callbacks took most of the time: 64 tasks took a second."""
+    clock = [0]
+    monkeypatch.setattr(turns.time, "thread_time_ns", lambda: clock[0])
+    shared, done = Turns(), list[int]()
+
+    async def engine() -> None:
+        while True:
+            clock[0] += 2 * turns.TURN_NS
+            await asyncio.sleep(0)
+
+    async def work(number: int) -> None:
+        for _ in range(4):
+            await shared.next()
+            clock[0] += turns.TURN_NS // 20
+            done.append(rounds.number)
+
+    busy = asyncio.ensure_future(engine())
+    async with Rounds() as rounds:
+        await asyncio.gather(*map(work, range(20)))
+    busy.cancel()
+    assert len(done) == 80 and max(done) - min(done) < 20
+    assert max(done.count(turn) for turn in done) <= 20, "no more than fit"

@@ -5,7 +5,8 @@
                                 and written, bytes of stored blocks
 
 Space is leased in the transaction that reserves a slot, so a crash counts it as written. A transaction pays for its own
-commit in advance, as much as the last one wrote and COMMIT_BYTES at least; what the kernel counts beyond that, and
+commit in advance, as much as the last one wrote, between COMMIT_BYTES
+and IN_ADVANCE_MAX; what the kernel counts beyond that, and
 zeros of preallocated segments, are charged with the next. What must be written, a purge first of all, may overdraw the
 bucket; blocks, uses and removals wait then.
 
@@ -27,6 +28,8 @@ from kvtier.clock import SystemClock
 DAY_S = 86_400.0
 COMMIT_BYTES = 128 << 10
 """Of a transaction whose writes nobody has counted yet, or where the kernel does not tell."""
+IN_ADVANCE_MAX = 32 * COMMIT_BYTES
+"""Of the commit of a transaction: what was too much comes back with the next one, also into a full bucket."""
 _BALANCE = struct.Struct("<dd16sQQ")
 _IO = Path("/proc/thread-self/io")
 

@@ -28,7 +28,7 @@ from kvtier.errors import FormatError, TierError
 from kvtier.tiers.disk.allocator import Geometry
 from kvtier.tiers.disk.audit import audit
 from kvtier.tiers.disk.bad_places import bad_places
-from kvtier.tiers.disk.budget import COMMIT_BYTES, Allowance, Balance, read_balance, thread_written
+from kvtier.tiers.disk.budget import COMMIT_BYTES, IN_ADVANCE_MAX, Allowance, Balance, read_balance, thread_written
 from kvtier.tiers.disk.faults import Unusable, is_damage
 from kvtier.tiers.disk.layout import Layout
 from kvtier.tiers.disk.memory import TxnMemory
@@ -341,8 +341,8 @@ class Index:
     def allowance(self, per_day: float, now_s: float) -> Allowance:
         """Of this process. `per_day`: bytes, 0 for no bound; `now_s`: CLOCK_BOOTTIME.
 
-        A transaction pays for its own commit, as much as the last one wrote: nobody pays later for a process that is
-        killed. The difference is owed, or paid back, with the next.
+        A transaction pays for its own commit, as much as the last one wrote, IN_ADVANCE_MAX at most: nobody pays later
+        for a process that is killed. The difference is owed, or paid back, with the next.
         """
         return Allowance(per_day, self.owner.boot, now_s - boot_offset_ns() / 1e9, self._unpaid + self._in_advance)
 
@@ -370,7 +370,7 @@ class Index:
         finally:
             after = thread_written()
             written = COMMIT_BYTES if before is None or after is None else after - before
-            self._in_advance = max(COMMIT_BYTES, written)
+            self._in_advance = min(max(COMMIT_BYTES, written), IN_ADVANCE_MAX)
             self.owe(written)
 
     def _transact(self, work: Callable[[WriteTxn], T], allowance: Allowance, *, may_grow: Callable[[int], bool]) -> T:

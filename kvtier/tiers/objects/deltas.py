@@ -189,7 +189,7 @@ class Deltas:
                 left -= next(reversed(self._unread.values())).size
                 if left < 0:
                     break
-                await self._read_delta(self._unread.popitem()[1])
+                await self._read(self._unread.popitem()[1])
             await self._catalogue.merge_due()
         for _ in range(min(len(self._windows), WINDOWS_READ_MAX)):
             left -= self._windows[-1].size
@@ -262,11 +262,6 @@ class Deltas:
                 return cast(bytearray, end.value)
             await asyncio.sleep(0)  # lookups share this loop
 
-    async def _read_delta(self, stat: Stat) -> None:
-        if stat.name in self._seen:
-            self._seen[stat.name] = True
-        await self._read(stat)
-
     async def _read(self, stat: Stat) -> None:
         raw = bytearray(stat.size)
         try:
@@ -279,6 +274,8 @@ class Deltas:
                     self.received += 1
                 if count % SLICE == SLICE - 1:
                     await asyncio.sleep(0)  # lookups share this loop
+            if stat.name in self._seen:  # a delta, not a window
+                self._seen[stat.name] = True
         except (TierError, CorruptError):
             pass  # probes find its objects
 
