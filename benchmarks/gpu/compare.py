@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from gpu.table import Line
 
 _ABOUT = ("gpu", "cuda", "torch", "batch_copy")
 _INPUTS = ("fragment", "count", "tokens", "gib", "seconds")
 
 
+class _Results(msgspec.Struct):
+    environment: dict[str, Any]
+    parts: dict[str, list[dict[str, Any]]]
+
+
+class _Document(msgspec.Struct):
+    results: _Results
+
+
 def load(path: Path) -> Mapping[str, Any]:
     """The results of one file. Raises ValueError where it is none of gpu-check's."""
+    raw = path.read_bytes()
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: no JSON ({error})") from None
-    results: Mapping[str, Any] = document.get("results", {}) if isinstance(document, dict) else {}
-    if "parts" not in results:
-        raise ValueError(f"{path}: no results of gpu-check; it writes them to gpu-check.json")
+        results: dict[str, Any] = msgspec.to_builtins(msgspec.json.decode(raw, type=_Document).results)
+        if not all(isinstance(row.get("name"), str) for rows in results["parts"].values() for row in rows):
+            raise ValueError("a row has no name")
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: no results of gpu-check, which writes them to gpu-check.json ({error})") from None
     return results
 
 

@@ -515,7 +515,16 @@ def test_a_file_that_cannot_be_compared_is_named(tmp_path: Path, capsys: pytest.
     other.write_text("{}")
     text.write_text("<html>")
     assert gpu_check.compared(good, good) == 0
-    for bad in (other, text, tmp_path / "absent.json"):
+    shapes = [
+        "[" * 9999,
+        "[]",
+        *(json.dumps({"results": one}) for one in (None, 5, "parts", {"parts": []}, {"parts": {}})),
+    ]
+    shapes.append(json.dumps({"results": {"environment": {}, "parts": {"transfer": [{}]}}}))
+    others = [tmp_path / f"shape-{number}.json" for number in range(len(shapes))]
+    for place, shape in zip(others, shapes, strict=True):
+        place.write_text(shape)
+    for bad in (other, text, tmp_path / "absent.json", *others):
         capsys.readouterr()
         assert gpu_check.compared(good, bad) == 2
         assert bad.name in capsys.readouterr().out
