@@ -328,6 +328,16 @@ class Promoter:
         load = self._hierarchy.supervisor.spawn(self._read(self._hierarchy.lower[name], chain, reserved, deadline))
         for index, _ in reserved:
             self._under_way[chain[index]] = load
+        generations = [slot.generation for _, slot in reserved]
+
+        def ended(load: _Load) -> None:
+            """Free the slots of a load that was cancelled before its first step."""
+            if any(self._under_way.get(chain[index]) is load for index, _ in reserved):
+                reads = zip(reserved, generations, [Miss.LATE] * len(reserved), strict=True)
+                now = self._hierarchy.now().stamp
+                self._end_reads(chain, list(reads), now, now, in_flight=False)
+
+        load.add_done_callback(ended)
         return load
 
     async def _read(

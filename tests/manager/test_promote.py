@@ -240,6 +240,31 @@ async def test_a_load_that_ends_with_its_cache_keeps_no_pin() -> None:
         await cache.close()
 
 
+async def test_a_load_that_is_cancelled_before_its_first_step_keeps_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, chain, begun = Together(), chain_of(NS, 8), list[asyncio.Task[Any]]()
+    tier.answer.set()
+    async with kvtier.aopen(CONFIG, NS, tiers=[tier]) as cache:
+        await cache.put(chain, payloads_of(chain, BLOCK))
+        await cache.flush()
+        await cache.evict("g2")
+        supervisor = cache.manager.hierarchy.supervisor
+        spawn = supervisor.spawn
+
+        def cancelled(*args: Any) -> asyncio.Task[Any]:
+            begun.append(spawn(*args))
+            begun[-1].cancel()
+            return begun[-1]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(supervisor, "spawn", cancelled)
+            with await cache._get(chain, SystemClock().monotonic() + 1, 0) as hit:
+                assert len(hit.blocks) == 0 and hit.miss == "late"
+        assert begun and not cache.manager.host.filling() and not cache.manager.promoter._under_way
+        with await cache._get(chain, SystemClock().monotonic() + 10, 0) as hit:
+            assert [bytes(block) for block in hit.blocks] == payloads_of(chain, BLOCK)
+        cache.manager.check()
+
+
 async def test_a_cache_closes_while_loads_that_were_given_up_end() -> None:
     tier, chain = Together(), chain_of(NS, 16)
     cache = kvtier.aopen(CONFIG, NS, tiers=[tier])
