@@ -130,7 +130,6 @@ async def _carry_out(
     answer: dict[str, Any] = {}
     if control.pin is not None and control.store:
         done = await executor.pin(scope, control.pin.name, control.pin.ttl_s, prompt)
-        done.pop("why", None)
         answer["pin"] = {"name": control.pin.name, **done}
     return answer | _shown(await executor.carry_out(scope, control.hints, prompt, sessions))
 

@@ -36,7 +36,8 @@ def ends(world: World) -> dict[str, float]:
 
 def test_a_time_that_is_refused_frees_nothing_of_the_share(world: World) -> None:
     assert world.outcomes(A, SIX, pin()) == ["accepted"]
-    assert world.ask(A, SIX, {"pin": {"name": "x", "ttl": "0s"}})["pin"]["refused"]
+    told = world.ask(A, SIX, {"pin": {"name": "x", "ttl": "0s"}})["pin"]
+    assert told == {"name": "x", "refused": True, "why": "the time of a pin must be above 0"}
     world.clock.advance(11)
     assert world.outcomes(A, TWELVE[:8], pin("y")) == ["rejected"], "six of ten are held"
     assert world.held(A) == set(SIX)
