@@ -38,7 +38,7 @@ class Joining:
         while name in lower.out:
             tier = await lower.open_again(name, min(LOOK_S, self._hierarchy.limits.housekeeping_s))
             try:
-                if not await self._purger.admit(tier):
+                if tier not in await self._purger.sync(tier):
                     raise TierError(name, "purge", "it does not take the purges that it missed")
             except KVTierError as error:
                 lower.defer(name, error)

@@ -61,6 +61,10 @@ class LowerTiers(Mapping[str, Metered]):
     def items(self) -> ItemsView[str, Metered]:
         return self._used.items()
 
+    def every(self) -> list[Metered]:
+        """The tiers in use and those that are left out, nearest first."""
+        return list(self._all.values())
+
     def subscribe(self, events: Events | None) -> None:
         """Notify `events` of these tiers' blocks from now on, those that join included; None: nobody any more."""
         self._events = events

@@ -2,8 +2,8 @@
 
 A purge is remembered in three places: G2's tombstones (this process, by its clock), G3's index (every process of the
 machine) and the purge log in the bucket (every replica); the last two by marks (`kvtier.retention.marks`). Each tier
-learns here of the purges that the others remember. G2 applies one at once; a tier that fails is asked again until it
-has it.
+learns here of the purges that the others remember. G2 applies one at once; a tier that fails *owes* it: it is asked
+again until it has it, and nothing of that tenant is found in it before.
 
 G2 may forget a purge that every tier has: none of them gives back what it covers, and a verb that began before it
 stores nothing more (`kvtier.manager.work`).
@@ -45,43 +45,39 @@ class Purger:
         self._hierarchy = hierarchy
         self._host, self._lower = hierarchy.host, hierarchy.lower
         self._protection = protection
-        self.owed: dict[Scope, Wall] = {}
-        """Purges that some tier in use has not confirmed: tenant → mark."""
-        self._missed: dict[Scope, Wall] = {}  # those that a tier has missed which is left out
         self._in_force: dict[Scope, Wall] = {}
-        """Those of `owed` that the log, as read, does not have: G2 has dropped what they cover."""
+        """Purges that a tier owes and that the log, as read, does not have: G2 has dropped what they cover."""
         self._synced = False  # whether `sync` has learned what is new before anything was stored here
         self._seen: dict[str, array[int]] = {}  # tier → hashes of the tombstones that `sync` has learned from it
 
     async def purge(self, scopes: Collection[Scope], before: Wall) -> int:
         """Drop what the scopes' tenants stored before a wall-clock time; returns how many blocks. Raises the error of
         the nearest tier that failed when all have been asked for all; such a tier is asked again by `sync`. TierError,
-        too, where a tier is left out: it has the purge before it is in use. And where OWED_MAX wait: then nothing has
-        been done."""
+        too, where a tier is left out: it takes the purge when it joins. And where OWED_MAX wait: then nothing has been
+        done."""
         tenants = sorted({tenant_of(scope) for scope in scopes})
         log = self._hierarchy.purge_log()  # which may have been read further than what is in force here
         position = max(self._hierarchy.position, log.position if log is not None else 0)
         mark = Wall(POSITIONS + position) if position else before  # of all that was taken in until now
         purges = dict.fromkeys(tenants, mark)
-        left_out = list(self._lower.out)
-        owing = (self.owed, self._missed) if left_out else (self.owed,)
-        if any(len(asked) + sum(tenant not in asked for tenant in tenants) > OWED_MAX for asked in owing):
+        left_out, tiers = list(self._lower.out), self._lower.every()
+        if any(len(tier.owed) + sum(tenant not in tier.owed for tenant in tenants) > OWED_MAX for tier in tiers):
             failing = [*left_out, *(name for name, tier in self._lower.items() if not tier.healthy())]
             behind = ", ".join(failing or self._lower)
             raise TierError(behind, "purge", f"{OWED_MAX} purges wait already; purge again when it answers")
         dropping = self._hierarchy.drop_slices(self.apply_tombstones(dict.fromkeys(tenants, before)))
         self._in_force.update(purges)
-        for asked in owing:
-            _add(asked, purges.items())
-        calls = (tier.purge(tenant, mark) for tier in self._lower.values() for tenant in tenants)
+        for tier in tiers:
+            _add(tier.owed, purges.items())
+        calls = [self._purge_in(tier, purges) for tier in self._lower.values()]
         count = 0
         answers = await asyncio.gather(dropping, *calls, return_exceptions=True)
         self._lower.lose_names()
+        self._settle(tenants)
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
             count += answer
-        await self._confirm(purges)
         await self._protection.expire(None)
         if self._hierarchy.purge_log() is not None:
             await self.sync()  # new blocks are stored behind its entry
@@ -89,14 +85,39 @@ class Purger:
             raise TierError(name, "purge", "it is not open: it takes the purge when it is")
         return count
 
-    async def _confirm(self, purges: Mapping[Scope, Wall]) -> None:
-        """Every tier has these purges."""
+    async def _purge_in(self, tier: Metered, purges: Mapping[Scope, Wall]) -> int:
+        """How many blocks went from one tier, which owes these purges until then. Raises its first error when it was
+        asked for all."""
+        calls = (tier.purge(scope, before) for scope, before in purges.items())
+        count = 0
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(answer, BaseException):
+                raise answer
+            count += answer
         for part in slices(list(purges.items()), _APPLIED):
             for scope, before in part:
-                if self.owed.get(scope) == before:
-                    del self.owed[scope]
-                    self._in_force.pop(scope, None)
+                self._confirm(tier, scope, before)
             await asyncio.sleep(0)
+        return count
+
+    def _confirm(self, tier: Metered, scope: Scope, before: Wall) -> None:
+        """The tier has this purge."""
+        if tier.owed.get(scope) == before:
+            del tier.owed[scope]
+            self._settle([scope])
+
+    def _settle(self, scopes: Iterable[Scope]) -> None:
+        """Those of these purges that no tier in use owes are in force everywhere."""
+        for scope in scopes:
+            if not any(scope in tier.owed for tier in self._lower.values()):
+                self._in_force.pop(scope, None)
+
+    def owed(self) -> dict[Scope, Wall]:
+        """Purges that some tier in use owes: tenant → mark."""
+        purges: dict[Scope, Wall] = {}
+        for tier in self._lower.values():
+            _add(purges, tier.owed.items())
+        return purges
 
     def apply_tombstones(self, tombstones: Mapping[Scope, Wall]) -> Iterator[int]:
         """`purge` of G2 and of what is protected, for scope → time: in force when this returns. Returns the slices in
@@ -105,19 +126,6 @@ class Purger:
             self._protection.purge(tombstones)
             self._hierarchy.work.purge(tombstones)
             return self._host.apply_tombstones(tombstones)
-
-    async def admit(self, tier: Metered) -> bool:
-        """Have a tier that is to join remember the purges of all others, and those that it missed. Whether it does;
-        then the caller takes it into use at once. Raises its error."""
-        while True:
-            missed = dict(self._missed)
-            tombstones = await tier.tombstones()
-            if not await self._spread(tier, missed, tombstones) or tier not in await self.sync(tier):
-                return False
-            if missed == self._missed:
-                if len(self._lower.out) == 1:
-                    self._missed.clear()
-                return True
 
     async def sync(self, joining: Metered | None = None) -> list[Metered]:
         """Have every tier remember what is new in the others: another process may share only one of them. Tiers that
@@ -136,7 +144,7 @@ class Purger:
         return not self._synced and not self._hierarchy.position
 
     async def _sync(self, joining: Metered | None) -> list[Metered]:
-        latest, seen = dict(self.owed), self._seen.copy()
+        latest, seen = self.owed(), self._seen.copy()
         tiers = [tier for tier in self._lower.values() if not tier.resting]
         if joining is not None:
             tiers.append(joining)
@@ -165,21 +173,33 @@ class Purger:
                 listed = after if after.position == last else before
                 self._hierarchy.proven_at = max(self._hierarchy.proven_at, min(began, listed.at))
         await self._protection.expire(None)
-        for part in slices(list(latest.items()), _APPLIED):
-            _add(self.owed, part)
-            await asyncio.sleep(0)
-            self._in_force.update((scope, before) for scope, before in part if number_of(before) > last)
+        await self._owe(latest, dict(asked), last)
         self._seen = seen  # what was new is owed now
-        done = await asyncio.gather(*(self._spread(tier, latest, known) for tier, known in asked))
+        done = await asyncio.gather(*(self._spread(tier, known) for tier, known in asked))
         remember = [tier for (tier, _), has_all in zip(asked, done, strict=True) if has_all]
         if set(self._lower.values()) <= set(remember):
-            await self._confirm(latest)
             # A look-up may have read further than the answer goes.
             read = after if after.position == last else before
             self._hierarchy.log_memory = read.memory or self._hierarchy.log_memory
         elif first:  # a tier may give back what they cover
             await self._enforce(local)
         return remember
+
+    async def _owe(
+        self, latest: Mapping[Scope, Wall], known: Mapping[Metered, Mapping[Scope, Wall]], last: int
+    ) -> None:
+        """Every tier owes these purges from now on but for those that it is `known` to have. `last`: number of the last
+        one in the log."""
+        tiers = {*self._lower.values(), *known}
+        for part in slices(list(latest.items()), _APPLIED):
+            for tier in tiers:
+                _add(tier.owed, (purge for purge in part if _lacks(known.get(tier, {}), *purge)))
+            self._in_force.update(
+                (scope, before)
+                for scope, before in part
+                if number_of(before) > last and any(scope in tier.owed for tier in tiers)
+            )
+            await asyncio.sleep(0)
 
     async def _enforce(self, tombstones: Mapping[Scope, Wall]) -> None:
         """Have these in force in G2, and what they cover dropped."""
@@ -222,7 +242,7 @@ class Purger:
             if len(tombstones) <= REMEMBERED_MAX:
                 return
             known = dict(tombstones)
-        kept = set(self.owed)
+        kept = self.owed()
 
         def old() -> list[tuple[Scope, Wall]]:
             busy = {tenant_of(key) for key in filling}
@@ -234,13 +254,14 @@ class Purger:
                 self._host.refusals.forget(dict(part))
             await asyncio.sleep(0)
 
-    async def _spread(self, tier: Metered, latest: Mapping[Scope, Wall], known: Mapping[Scope, Wall]) -> bool:
-        """Purge in one tier what it does not know to be purged, until it fails. Whether it has all now."""
+    async def _spread(self, tier: Metered, known: Mapping[Scope, Wall]) -> bool:
+        """Purge in one tier what it owes and is not `known` to have, until it fails. Whether it has all now."""
         try:
-            for part in slices(list(latest.items())):
+            for part in slices(list(tier.owed.items())):
                 for scope, before in part:
-                    if before > known.get(scope, 0.0) + _ROUNDED_S:
+                    if _lacks(known, scope, before):
                         await tier.purge(scope, before)
+                    self._confirm(tier, scope, before)
                 await asyncio.sleep(0)
         except KVTierError:
             return False
@@ -266,6 +287,11 @@ class _Read(NamedTuple):
 def _add(purges: dict[Scope, Wall], more: Iterable[tuple[Scope, Wall]]) -> None:
     """Of each scope the latest."""
     purges.update((scope, max(before, purges.get(scope, before))) for scope, before in more)
+
+
+def _lacks(known: Mapping[Scope, Wall], scope: Scope, before: Wall) -> bool:
+    """Whether a purge is not among those that a tier is known to have."""
+    return before > known.get(scope, 0.0) + _ROUNDED_S
 
 
 def _last_number(tombstones: Mapping[Scope, Wall]) -> int:

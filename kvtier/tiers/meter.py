@@ -1,4 +1,4 @@
-"""The outermost wrapper of a lower tier: counters, latencies, and the way to its optional verbs."""
+"""The outermost wrapper of a lower tier: counters, latencies, the purges it owes, and the way to its optional verbs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import cast
 
 from kvtier.clock import Clock
 from kvtier.events import Notify
-from kvtier.identity.keys import BlockKey
+from kvtier.identity.keys import BlockKey, Scope, tenant_of
 from kvtier.spans import span
 from kvtier.tiers.breaker import Breaker, Health
 from kvtier.tiers.guard import Guarded, OptionalVerbs, Wrapper
@@ -28,7 +28,7 @@ from kvtier.tiers.protocol import (
     Target,
 )
 from kvtier.tiers.residence import Residence
-from kvtier.times import Mono
+from kvtier.times import Mono, Wall
 
 _GONE = frozenset({Miss.ABSENT, Miss.EXPIRED, Miss.EVICTED, Miss.PURGED, Miss.CORRUPT, Miss.MISMATCH})
 
@@ -64,6 +64,8 @@ class Latency:
 class Metered(Wrapper):
     """Counts blocks by outcome, bytes, and latency per call; estimates what a read costs.
 
+    Nothing is found here of a tenant with a purge that the tier owes: it may be what that covers.
+
     `retaining`, `pinning`, `notebook` and `describing` give the tier's verbs as its guard asks them: see `Guarded.ask`.
     """
 
@@ -75,6 +77,8 @@ class Metered(Wrapper):
     def __init__(self, inner: Guarded, clock: Clock) -> None:
         super().__init__(inner)
         self._clock = clock
+        self.owed: dict[Scope, Wall] = {}
+        """Purges that the tier has not confirmed: tenant → mark. See `kvtier.manager.purge`."""
         self.loaded = 0
         self.misses: Counter[Miss] = Counter()
         self.stored: Counter[Stored] = Counter()
@@ -155,12 +159,28 @@ class Metered(Wrapper):
         if residence is None:
             return 0
         with residence.verb() as removed:
-            found = await self.inner.lookup(keys, range(len(keys)), deadline)
+            found = await self.lookup(keys, range(len(keys)), deadline)
             here = next((place for place, miss in enumerate(found) if miss is not None), len(found))
             if here:
                 before(here)
                 residence.found(keys[:here], removed)
         return here
+
+    def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
+        return self._not_owed(chain, wanted, self.inner.peek(chain, wanted))
+
+    async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: Mono) -> list[Miss | None]:
+        return self._not_owed(chain, wanted, await self.inner.lookup(chain, wanted, deadline))
+
+    def _not_owed(
+        self, chain: Sequence[BlockKey], wanted: Sequence[int], answers: list[Miss | None]
+    ) -> list[Miss | None]:
+        if not self.owed:
+            return answers
+        return [
+            Miss.PURGED if miss is None and tenant_of(chain[index]) in self.owed else miss
+            for index, miss in zip(wanted, answers, strict=True)
+        ]
 
     async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
         began = self._clock.monotonic()

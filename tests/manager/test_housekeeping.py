@@ -94,7 +94,7 @@ async def test_no_verb_of_a_tier_ends_housekeeping(verb: str, kind: str) -> None
         tier.stuck = frozenset()
         faulty.faults.clear()
         clock.advance(60)  # the breaker's time is over
-        await until(lambda: not cache.manager._purger.owed and not cache.manager.hierarchy._drop_below)
+        await until(lambda: not cache.manager._purger.owed() and not cache.manager.hierarchy._drop_below)
         assert await cache.match(KEYS) == 8
         cache.check()
 
@@ -115,7 +115,7 @@ async def test_a_purge_that_one_tier_fails_reaches_the_others_and_is_tried_again
         with pytest.raises(TierError):
             await cache.purge()
         assert time.monotonic() - began < 5
-        assert await cache.match(KEYS) == 8, "G3 itself was not purged"
+        assert len(tier.store.entries) == 8, "G3 itself was not purged"
         assert len(deep.store.entries) == 0
         assert cache.manager.prefix(KEYS) == 0, "G2's tombstone does not wait"
         async with cache.get(KEYS) as hit:
@@ -123,7 +123,7 @@ async def test_a_purge_that_one_tier_fails_reaches_the_others_and_is_tried_again
         faulty.faults.clear()
         tier.stuck = frozenset()
         clock.advance(60)
-        await until(lambda: not tier.store.entries and not cache.manager._purger.owed)
+        await until(lambda: not tier.store.entries and not cache.manager._purger.owed())
         assert await cache.match(KEYS) == 0
 
 

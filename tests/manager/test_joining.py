@@ -10,6 +10,7 @@ import pytest
 import kvtier
 from kvtier.errors import ConfigError, TierError
 from kvtier.events import Events
+from kvtier.identity.keys import scope_of_key
 from kvtier.retention.terms import Depth
 from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payloads_of
 from kvtier.testing.memory import MemoryStore
@@ -130,7 +131,22 @@ async def test_what_was_purged_meanwhile_is_never_served_by_it() -> None:
         async with cache.get(KEYS) as hit:
             assert len(hit) == 0
         await cache.purge()
-        assert not cache.manager._purger._missed
+        assert not any(tier.owed for tier in cache.manager.lower.every())
+
+
+async def test_a_purge_of_elsewhere_reaches_a_tier_that_opens_after_it_was_learned() -> None:
+    clock, store = VirtualClock(), MemoryStore.empty()
+    async with opened(clock, [MemoryTier(NS, clock, store=store)]) as cache:
+        await put(cache)
+        await cache.flush()
+    clock.advance(10)
+    near, deep = FaultyTier(MemoryTier(NS, clock, store=store), list(CLOSED)), g4(clock)
+    async with opened(clock, [near, deep]) as cache:
+        await deep.purge(scope_of_key(KEYS[0]), clock.wall())
+        await cache.manager._purger.sync()
+        near.faults.clear()
+        await joined(cache, clock, "g3")
+        assert await cache.match(KEYS) == 0 and not store.entries
 
 
 async def test_pins_events_and_saved_state_reach_it() -> None:

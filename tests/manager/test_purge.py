@@ -71,7 +71,7 @@ async def test_purges_without_end_take_no_memory() -> None:
             await purges(cache, clock, 8)
             await tended(cache)
             counts.append(remembered(cache))
-        assert max(counts) <= 16 and not cache.manager._purger.owed
+        assert max(counts) <= 16 and not cache.manager._purger.owed()
         assert len(tiers[0].store.tombstones) == 80, "the tiers remember them"
         before = remembered(cache)
         await tended(cache)
@@ -141,7 +141,7 @@ async def test_a_purge_that_a_tier_lacks_is_not_forgotten() -> None:
         faulty.faults.clear()
         clock.advance(60)
         await tended(cache)
-        assert not cache.manager._purger.owed and not near.store.entries
+        assert not cache.manager._purger.owed() and not near.store.entries
         await purges(cache, clock)
         await tended(cache)
         assert remembered(cache) < MANY
@@ -158,7 +158,7 @@ async def test_more_purges_than_can_be_remembered_for_a_tier_are_refused_whole(
     near, far = both(clock)
     faulty = FaultyTier(far, [Fault(fault, "error")])
     async with opened(clock, [near, faulty]) as cache:
-        purger = cache.manager._purger
+        lower = cache.manager.lower
         taken = []
         for number in range(40):
             clock.advance(0.1)
@@ -167,7 +167,7 @@ async def test_more_purges_than_can_be_remembered_for_a_tier_are_refused_whole(
             if "wait" not in str(raised.value):
                 taken.append(tenant_of(scope_of(f"tenant {number}")))
         assert len(taken) == 16 and set(await near.tombstones()) == set(taken)
-        assert len(purger.owed) <= 16 and len(purger._missed) <= 16 and remembered(cache) <= 16
+        assert all(len(tier.owed) <= 16 for tier in lower.every()) and remembered(cache) <= 16
         assert await cache.put(CHAIN, payloads_of(CHAIN, BLOCK)) == 4
         with pytest.raises(TierError, match=r"g4: purge: .* wait"):
             await cache.manager.purge([SCOPE])
@@ -177,12 +177,45 @@ async def test_more_purges_than_can_be_remembered_for_a_tier_are_refused_whole(
         faulty.faults.clear()
         clock.advance(100)
         async with asyncio.timeout(10):
-            while purger.owed or purger._missed:
+            while lower.out or any(tier.owed for tier in lower.every()):
                 await tended(cache)
                 await asyncio.sleep(0.01)
         assert set(taken) <= set(await far.tombstones())
         await cache.manager.purge([SCOPE])
         assert await cache.match(CHAIN) == 0
+
+
+@pytest.mark.parametrize("verb", ["purge", "tombstones"])
+async def test_nothing_of_a_tenant_is_found_in_a_tier_that_owes_its_purge(verb: str) -> None:
+    """The tier would say that it has the blocks, and each request would wait for a load that brings nothing."""
+    clock = VirtualClock()
+    near, deep = both(clock)
+    faulty = FaultyTier(near, [])
+    other = list(chain_of(NS, 4, scope=scope_of("another")))
+    async with opened(clock, [faulty, deep]) as cache:
+        for chain in (CHAIN, other):
+            await cache.put(chain, payloads_of(chain, BLOCK))
+        await cache.flush()
+        clock.advance(1)
+        faulty.faults = [Fault(verb, "error")]
+        if verb == "purge":
+            with pytest.raises(TierError):
+                await cache.manager.purge([SCOPE])
+        else:  # another process's
+            await deep.purge(SCOPE, clock.wall())
+            await tended(cache)
+        await cache.evict("g2")
+        assert await cache.match(CHAIN) == 0, "an old block was found"
+        assert await cache.match(other) == 4
+        clock.advance(1)
+        assert await cache.put(CHAIN, payloads_of(CHAIN, BLOCK)) == 4 == await cache.match(CHAIN)
+        await cache.flush()
+        await cache.evict("g2")
+        assert await cache.match(CHAIN) == 4, "the other tier has confirmed it"
+        faulty.faults.clear()
+        clock.advance(60)
+        await tended(cache)
+        assert not cache.manager._purger.owed() and not near.store.entries.keys() & {NS.digest + key for key in CHAIN}
 
 
 async def test_of_two_purges_of_elsewhere_the_later_reaches_every_tier() -> None:
