@@ -5,10 +5,10 @@
                                 and written, bytes of stored blocks
 
 Space is leased in the transaction that reserves a slot, so a crash counts it as written. A transaction pays for its own
-commit in advance, as much as the last one wrote, between COMMIT_BYTES
-and IN_ADVANCE_MAX; what the kernel counts beyond that, and
-zeros of preallocated segments, are charged with the next. What must be written, a purge first of all, may overdraw the
-bucket; blocks, uses and removals wait then.
+commit in advance, as much as the last one wrote, between COMMIT_BYTES and IN_ADVANCE_MAX; what the kernel counts beyond
+that, and zeros of preallocated segments, are charged with the next, and what it counts less is paid back. Whoever asks
+what may be written counts all of that, as the next transaction will. What must be written, a purge first of all, may
+overdraw the bucket; blocks, uses and removals wait then.
 
 A day's budget B gives a bucket of B / 24 that fills at 22 / 24 B a day: whatever a day begins with, it writes at most
 23 / 24 B and what is overdrawn. An unknown balance is none, and time while the machine was off adds nothing. Processes
@@ -18,7 +18,9 @@ without a bound are charged, too; at most a day's budget of debt counts.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,12 +39,19 @@ _IO = Path("/proc/thread-self/io")
 @dataclass(frozen=True, slots=True)
 class Allowance:
     """What a process brings into a transaction: its bound in bytes per day (0: none), its boot and the time since, in
-    seconds, and bytes to be charged: those written since its last one, and those that this one will write."""
+    seconds, and bytes to be charged. `in_advance`: those that this transaction will write, and others since the last.
+    `owed`: what its last commit wrote beyond what it had paid in advance; negative if it wrote less."""
 
     per_day: float
     boot: bytes
     now_s: float
-    unpaid: int
+    in_advance: int
+    owed: int = 0
+
+    def covers(self, level: float, size: int) -> bool:
+        """Whether `size` bytes may be written at a level from which all that was taken. A bucket that was full before
+        allows any size, so that no block is too large. Pure."""
+        return not self.per_day or level >= min(size, self.per_day / 24 - self.in_advance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +70,17 @@ class Balance:
         return self.written / self.stored if self.stored else 0.0
 
     def level_at(self, allowance: Allowance) -> float:
-        """Bytes that may be written now. Pure."""
-        burst = allowance.per_day / 24
-        passed_s = max(0.0, allowance.now_s - self.at_s) if self.boot == allowance.boot else 0.0
-        level = max(self.level, -allowance.per_day)  # processes without a bound may have written for months
-        return min(burst, level + passed_s * 22 / 24 * allowance.per_day / DAY_S)
+        """Bytes that a transaction with that allowance may write now, once it has paid. Pure."""
+        level = self.level - allowance.owed  # it has been missing, or there, since that commit, as the bucket filled
+        if allowance.per_day:  # else nobody knows here how fast it fills
+            level = max(level, -allowance.per_day)  # processes without a bound may have written for months
+            passed_s = max(0.0, allowance.now_s - self.at_s) if self.boot == allowance.boot else 0.0
+            level = min(allowance.per_day / 24, level + passed_s * 22 / 24 * allowance.per_day / DAY_S)
+        return level - allowance.in_advance
 
     def allows(self, allowance: Allowance, size: int) -> bool:
-        """Whether `size` bytes may be written now. A full bucket allows any size, so that no block is too large."""
-        return not allowance.per_day or self.level_at(allowance) >= min(size, allowance.per_day / 24)
+        """Whether a transaction with that allowance may write `size` bytes. Pure."""
+        return allowance.covers(self.level_at(allowance), size)
 
 
 def read_balance(txn: Any, key: bytes) -> Balance:
@@ -86,16 +97,13 @@ class WriteBudget:
         self._key = key
         self._allowance = allowance
         before = read_balance(txn, key)
-        # A process without a bound does not know how fast the bucket fills.
         self._at = (allowance.now_s, allowance.boot) if allowance.per_day else (before.at_s, before.boot)
-        self._level = before.level_at(allowance) if allowance.per_day else before.level
-        self._written, self._stored = before.written, before.stored
-        self.charge(allowance.unpaid)
+        self._level = before.level_at(allowance)
+        self._written, self._stored = before.written + allowance.owed + allowance.in_advance, before.stored
 
     def allows(self, size: int) -> bool:
         """Whether `size` more bytes may be written."""
-        per_day = self._allowance.per_day
-        return not per_day or self._level >= min(size, per_day / 24)
+        return self._allowance.covers(self._level, size)
 
     def charge(self, size: int) -> None:
         """So many bytes are written, or leased; if negative, leased and not used."""
@@ -110,6 +118,51 @@ class WriteBudget:
         """Write the balance."""
         now_s, boot = self._at
         self._txn.put(self._key, _BALANCE.pack(self._level, now_s, boot, max(0, self._written), self._stored))
+
+
+class Debt:
+    """What a process has written to a store and not paid for yet. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._advance = COMMIT_BYTES
+        self._since = 0  # beside commits
+        self._owed = 0
+
+    def allowance(self, per_day: float, boot: bytes, now_s: float) -> Allowance:
+        """For a transaction now, which pays for its commit as much as the last one wrote."""
+        with self._lock:
+            return Allowance(per_day, boot, now_s, self._advance + self._since, self._owed)
+
+    def owe(self, size: int) -> None:
+        """So many bytes were written to the store's files."""
+        with self._lock:
+            self._since += size
+
+    @contextmanager
+    def paying(self, allowance: Allowance) -> Iterator[None]:
+        """While inside, a transaction pays what the allowance says, in vain if the body raises."""
+        before = thread_written()
+        with self._lock:  # now: nobody must find it taken from the level, and owed, too
+            advance, since = self._advance, allowance.in_advance - self._advance
+            self._since -= since
+            self._owed -= allowance.owed
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self._since += since + _written_since(before)
+                self._owed += allowance.owed
+            raise
+        with self._lock:
+            written = _written_since(before)
+            self._owed += written - advance
+            self._advance = min(max(COMMIT_BYTES, written), IN_ADVANCE_MAX)
+
+
+def _written_since(before: int | None) -> int:
+    now = thread_written()
+    return COMMIT_BYTES if before is None or now is None else now - before
 
 
 def thread_written() -> int | None:

@@ -82,7 +82,7 @@ class IdleWork:
         if not self._preallocator.advance(segment):
             self._ahead = None
         if written := self._preallocator.take_written():
-            index.owe(written)
+            index.debt.owe(written)
 
     def _try_place(self) -> None:
         store = self._store

@@ -28,7 +28,7 @@ from kvtier.errors import FormatError, TierError
 from kvtier.tiers.disk.allocator import Geometry
 from kvtier.tiers.disk.audit import audit
 from kvtier.tiers.disk.bad_places import bad_places
-from kvtier.tiers.disk.budget import COMMIT_BYTES, IN_ADVANCE_MAX, Allowance, Balance, read_balance, thread_written
+from kvtier.tiers.disk.budget import Allowance, Balance, Debt, read_balance
 from kvtier.tiers.disk.faults import Unusable, is_damage
 from kvtier.tiers.disk.layout import Layout
 from kvtier.tiers.disk.memory import TxnMemory
@@ -103,8 +103,7 @@ class Index:
         self._closed = False
         self.on_damage: Callable[[Exception], None] = lambda error: None
         """Called, on any thread, when a reader meets records of which nothing can be made."""
-        self._unpaid = 0
-        self._in_advance = COMMIT_BYTES
+        self.debt = Debt()
         self.purges = PurgeLog(path.parent / "PURGES")
 
     @classmethod
@@ -341,15 +340,10 @@ class Index:
     def allowance(self, per_day: float, now_s: float) -> Allowance:
         """Of this process. `per_day`: bytes, 0 for no bound; `now_s`: CLOCK_BOOTTIME.
 
-        A transaction pays for its own commit, as much as the last one wrote, IN_ADVANCE_MAX at most: nobody pays later
-        for a process that is killed. The difference is owed, or paid back, with the next.
+        A transaction pays for its own commit, as much as the last one wrote: nobody pays later for a process that is
+        killed. The difference is owed, or paid back, with the next.
         """
-        return Allowance(per_day, self.owner.boot, now_s - boot_offset_ns() / 1e9, self._unpaid + self._in_advance)
-
-    def owe(self, size: int) -> None:
-        """So many bytes were written to the store's files: charge them with the next transaction."""
-        with self._gate:
-            self._unpaid += size
+        return self.debt.allowance(per_day, self.owner.boot, now_s - boot_offset_ns() / 1e9)
 
     def transact(
         self,
@@ -364,28 +358,20 @@ class Index:
 
         `per_day`, `now_s`: as in `allowance`.
         """
-        before, allowance = thread_written(), self.allowance(per_day, now_s)
-        try:
-            return self._transact(work, allowance, may_grow=may_grow)
-        finally:
-            after = thread_written()
-            written = COMMIT_BYTES if before is None or after is None else after - before
-            self._in_advance = min(max(COMMIT_BYTES, written), IN_ADVANCE_MAX)
-            self.owe(written)
-
-    def _transact(self, work: Callable[[WriteTxn], T], allowance: Allowance, *, may_grow: Callable[[int], bool]) -> T:
-        try:
-            purges = dict(self.purges.pending())
-            with self._env.begin(write=True) as lmdb_txn:
-                txn = WriteTxn(lmdb_txn, self.owner, self.layout, self._memory, purges, allowance, may_grow=may_grow)
-                result = work(txn)
-                txn.save()
-        except BaseException:
-            self._memory.floors.clear()  # they count with changes that were never made
-            raise
-        self.owe(-allowance.unpaid)
-        with contextlib.suppress(OSError, TierError):  # then they are written once more
-            self.purges.settle(purges)
+        allowance = self.allowance(per_day, now_s)
+        with self.debt.paying(allowance):
+            try:
+                purges = dict(self.purges.pending())
+                with self._env.begin(write=True) as lmdb_txn:
+                    memory = self._memory
+                    txn = WriteTxn(lmdb_txn, self.owner, self.layout, memory, purges, allowance, may_grow=may_grow)
+                    result = work(txn)
+                    txn.save()
+            except BaseException:
+                self._memory.floors.clear()  # they count with changes that were never made
+                raise
+            with contextlib.suppress(OSError, TierError):  # then they are written once more
+                self.purges.settle(purges)
         return result
 
     def enlarge(self, map_bytes: int) -> None:

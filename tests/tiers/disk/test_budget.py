@@ -10,11 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvtier.identity.keys import scope_of
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tiers.disk import budget, store
+from kvtier.tiers.disk.allocator import Geometry
 from kvtier.tiers.disk.budget import DAY_S, Allowance, Balance
+from kvtier.tiers.disk.index import Index
+from kvtier.tiers.disk.owner import Owner
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.disk.trials import Trial, begin_trials, drop_unreadable, end_trial
 from kvtier.tiers.disk.write_txn import WriteTxn
@@ -56,6 +61,104 @@ def test_a_bucket_fills_with_time_of_one_boot_and_holds_an_hour() -> None:
     assert not Balance(100.0, 1000.0, BOOT).allows(now, 101)
 
 
+def test_a_full_bucket_allows_any_size_though_a_transaction_pays_in_advance() -> None:
+    now = Allowance(PER_DAY, BOOT, 1000.0, budget.IN_ADVANCE_MAX)
+    full = PER_DAY / 24
+    assert Balance(full, 1000.0, BOOT).allows(now, 1 << 60)
+    assert not Balance(full - 1, 1000.0, BOOT).allows(now, int(full))
+    assert Balance(5.0 * MIB, 1000.0, BOOT).allows(now, MIB)
+    assert not Balance(5.0 * MIB, 1000.0, BOOT).allows(now, MIB + 1), "the transaction will not allow it"
+    assert Balance(0.0, 1000.0, BOOT).allows(now_with(-2 * MIB), 2 * MIB), "what was paid too much comes back"
+    tiny = Allowance(24.0 * MIB, BOOT, 1000.0, budget.IN_ADVANCE_MAX)
+    assert Balance(1.0 * MIB, 1000.0, BOOT).allows(tiny, 2 * MIB), "a bucket smaller than the advance"
+
+
+def now_with(unpaid: int) -> Allowance:
+    """At the same time."""
+    return Allowance(PER_DAY, BOOT, 1000.0, 0, unpaid)
+
+
+class Spending:
+    """Commits of one process on an index, of which the test says how many bytes each writes; and what a bucket would
+    hold from which just those are taken."""
+
+    def __init__(self, path: Path, per_day: float) -> None:
+        self.per_day, self.burst, self.now_s = per_day, per_day / 24, 0.0
+        self.index = Index.create(path, bytes(16), Geometry(64 * LARGE, 16 * LARGE, 1), 16 << 20, Owner.current())
+        self.kernel = 0
+        self.true_level = self.burst
+        self.written: list[tuple[float, int]] = []
+
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.true_level = min(self.burst, self.true_level + seconds * 22 / 24 * self.per_day / DAY_S)
+
+    def allowance(self) -> Allowance:
+        return self.index.allowance(self.per_day, self.now_s)
+
+    def may_write(self, size: int) -> bool:
+        return self.index.balance().allows(self.allowance(), size)
+
+    def commit(self, size: int, wanted: int) -> bool:
+        """A transaction that writes `size` bytes of the index, and leases as many as `wanted` if it may."""
+
+        def work(txn: WriteTxn) -> bool:
+            self.kernel += size
+            granted = txn.budget.allows(wanted)
+            txn.budget.charge(wanted if granted else 0)
+            return granted
+
+        granted = self.index.transact(work, per_day=self.per_day, now_s=self.now_s)
+        spent = size + wanted * granted
+        self.true_level -= spent
+        self.written.append((self.now_s, spent))
+        return granted
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from([0.0, 1.0, 60.0, HOUR_S, 20 * HOUR_S]),
+        st.sampled_from([20_000, 60_000, 400_000, 1_500_000, 5_000_000]),  # of a commit
+        st.sampled_from([0, 4096, 300_000, LARGE, 4 * LARGE, 200 * LARGE]),  # of blocks
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=STEPS, hours=st.sampled_from([0.5, 1.0, 10.0, 100.0]))
+def test_what_is_asked_beforehand_is_what_a_transaction_says_and_what_is_left(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, steps: list[tuple[float, int, int]],
+    hours: float,
+) -> None:  # fmt: skip
+    """`hours`: MiB that the bucket holds. Whoever is refused, and pays for the next commit what the last one cost,
+    would be refused by a count of just what was written; and that never exceeds the budget of a day."""
+    spending = Spending(tmp_path_factory.mktemp("g3") / "index", 24 * hours * MIB)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(budget, "thread_written", lambda: spending.kernel)
+            spending.commit(0, 0)
+            spending.wait(2 * HOUR_S)
+            spending.true_level = spending.burst
+            commits = 0
+            for pause_s, size, wanted in steps:
+                spending.wait(pause_s)
+                advance, asked = min(max(budget.COMMIT_BYTES, commits), budget.IN_ADVANCE_MAX), max(wanted, 1)
+                granted = spending.may_write(asked)
+                if not granted:
+                    room = spending.true_level - advance
+                    assert room < 1 + min(asked, spending.burst - advance), "refused, though there is room"
+                    continue
+                assert spending.commit(size, asked), "a transaction in vain"
+                commits = size
+    finally:
+        spending.index.close()
+    largest = max((size for _at, size in spending.written), default=0)
+    for start, _size in spending.written:
+        within = sum(size for at, size in spending.written if start <= at < start + DAY_S)
+        assert within <= 23 * spending.burst + largest, "more than a day's budget and the write that overdrew it"
+
+
 async def test_a_day_writes_no_more_than_its_budget_over_restarts(tmp_path: Path) -> None:
     path, clock, seeds = tmp_path / "g3", VirtualClock(), iter(range(10_000))
     stored, spent = 0, []
@@ -81,12 +184,12 @@ async def test_processes_share_the_budget_and_a_crash_counts_what_was_leased(tmp
     await one.flush(clock.monotonic() + FAR_S)  # from here on the bucket fills
     assert await put_all(one, seeds, 2) == [Stored.BUDGET], "an unknown balance is none"
     clock.advance(HOUR_S)
-    index = one._store.index
+    shared = one._store.index
     arguments = {"per_day": PER_DAY, "now_s": clock.monotonic()}
-    before = index.balance().level_at(index.allowance(**arguments))
-    slots = index.transact(lambda txn: txn.reserve_slots(LARGE // 4096, 3), **arguments)
+    before = shared.balance().level_at(shared.allowance(**arguments))
+    slots = shared.transact(lambda txn: txn.reserve_slots(LARGE // 4096, 3), **arguments)
     assert len(slots) == 3, "never written to: as if the process were killed"
-    assert index.balance().level <= before - 3 * LARGE
+    assert shared.balance().level <= before - 3 * LARGE
     results = await put_all(one, seeds, 20)
     assert results[-1] is Stored.BUDGET
     assert len(results) <= PER_DAY / 24 / LARGE - 3
@@ -156,6 +259,17 @@ async def test_slots_that_were_reserved_ahead_and_not_used_are_paid_back(tmp_pat
     opened.reserved.give_back(slots, unused=True)
     await opened.submit(lambda txn: None).result()
     assert opened.index.balance().level > level + 3 * LARGE
+    await tier.close(clock.monotonic() + FAR_S)
+
+
+async def test_a_block_as_large_as_the_bucket_is_stored_once_that_is_full(tmp_path: Path) -> None:
+    clock, seeds = VirtualClock(), iter(range(100))
+    tier = tier_at(tmp_path / "g3", clock, 24.0 * LARGE)
+    await tier.open()
+    await tier.flush(clock.monotonic() + FAR_S)  # from here on the bucket fills
+    for _ in range(3):
+        clock.advance(2 * HOUR_S)
+        assert await put_all(tier, seeds, 3) == [Stored.STORED, Stored.BUDGET]
     await tier.close(clock.monotonic() + FAR_S)
 
 
