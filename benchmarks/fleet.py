@@ -9,7 +9,9 @@ every ten seconds. Then a new replica opens beside it. Per fleet:
     requests_per_minute       of a replica in the second half, but for those that carry payload: mean and most
     by_verb                   the mean by kind of request
     deltas_max                in the bucket at the end of any turn
-    known_after_60_s          share of the last hour's units that the new replica has in its index after a minute
+    known_after_60_s          share of the units of an hour before it opened, and of its first minute, that the new
+                              replica has in its index at the end of that minute
+    oldest_unknown_s          the age of the oldest that it has not
     new_replica_requests      in that minute
 
 `--sweep`: so many dead units of 16 blocks lie in the bucket, and replicas that know none of them delete them.
@@ -21,10 +23,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import resource
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Container
 from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
 from hashlib import shake_128
@@ -35,7 +39,7 @@ from typing import Any
 from kvtier.bench.record import record, save
 from kvtier.checksum import DIGEST_BYTES
 from kvtier.identity.hashing import HASH_BYTES
-from kvtier.identity.keys import SHARED
+from kvtier.identity.keys import SHARED, BlockKey
 from kvtier.keyring import Keyring
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import BUILTIN, Terms
@@ -45,7 +49,7 @@ from kvtier.testing.virtual_bucket import StoredObject, VirtualServer
 from kvtier.tiers.objects import deltas
 from kvtier.tiers.objects.delta_format import parse
 from kvtier.tiers.objects.frame import Frame, header_bytes_of
-from kvtier.tiers.objects.hints import UnitHint, prints_of
+from kvtier.tiers.objects.hints import UnitHint, UnitHints, prints_of
 from kvtier.tiers.objects.index import ObjectIndex
 from kvtier.times import Wall
 
@@ -63,10 +67,54 @@ def _parsed(raw: bytes, namespace: bytes, keyring: Keyring) -> list[UnitHint]:
     return list(parse(raw, namespace, keyring))
 
 
+class _Known(UnitHints):
+    """One replica's hints, of which the fleet keeps each once in `shelf`: here is only whether the replica has it. Of
+    its own a thousand replicas would have 18 GB after an hour. For units of one block, whose hints are the same to
+    all."""
+
+    def __init__(self, shelf: dict[int, tuple[int, UnitHint]], fingerprint: Callable[[BlockKey], int]) -> None:
+        self._shelf, self._has = shelf, bytearray()
+        super().__init__(1, fingerprint)
+
+    def put(self, hint: UnitHint) -> None:
+        name = self._fingerprint(hint.last)
+        number, hint = self._shelf.setdefault(name, (len(self._shelf), hint))
+        if number >= len(self._has):
+            self._has.extend(bytes(1024 + number - len(self._has)))
+        if not self._has[number]:
+            self._has[number] = 1
+            self._count(hint, 1)
+
+    def named(self, fingerprint: int) -> UnitHint | None:
+        number, hint = self._shelf.get(fingerprint, (-1, None))
+        return hint if 0 <= number < len(self._has) and self._has[number] else None
+
+    def knows(self, last: BlockKey) -> bool:
+        return self.named(self._fingerprint(last)) is not None
+
+    def find(self, first: BlockKey, key: BlockKey, depth: int, but: Container[BlockKey] = ()) -> UnitHint | None:
+        hint = self.named(self._fingerprint(key))
+        return hint if hint is not None and hint.holds(key, depth) and key not in but else None
+
+    def drop(self, last: BlockKey) -> None:
+        hint = self.named(name := self._fingerprint(last))
+        if hint is not None:
+            self._has[self._shelf[name][0]] = 0
+            self._count(hint, -1)
+
+    def sample(self, rng: random.Random) -> UnitHint | None:
+        number = self._has.find(1, rng.randrange(len(self._has) or 1))
+        number = self._has.find(1) if number < 0 else number
+        return next(islice(self._shelf.values(), number, None))[1] if number >= 0 else None
+
+
 async def of_fleet(count: int, seconds: float) -> dict[str, Any]:
     began = time.process_time()
     deltas.parse = _parsed
     fleet = Fleet(count, EVERY_S)
+    shelf: dict[int, tuple[int, UnitHint]] = {}
+    for replica in fleet.replicas:
+        replica.store.index._hints = _Known(shelf, replica.store.names.fingerprint)
     await fleet.run(seconds / 2)
     before, verbs = fleet.requests(), _verbs(fleet)
     written = len(fleet.written)
@@ -76,7 +124,7 @@ async def of_fleet(count: int, seconds: float) -> dict[str, Any]:
     by_verb = _verbs(fleet)
     by_verb.subtract(verbs)
     by_verb["put"] -= len(fleet.written) - written
-    since, new = fleet.server.clock.wall() - KNOWN_S, fleet.newcomer()
+    opened, new = fleet.server.clock.wall(), fleet.newcomer()
     for _ in range(round(60 / STEP_S)):
         await new.turn()
         await fleet.step()
@@ -87,10 +135,17 @@ async def of_fleet(count: int, seconds: float) -> dict[str, Any]:
         "requests_per_minute": {"mean": round(sum(spent) / count, 2), "most": round(max(spent), 2)},
         "by_verb": {verb: round(asked / count / minutes, 2) for verb, asked in sorted(by_verb.items()) if asked},
         "deltas_max": fleet.deltas_max,
-        "known_after_60_s": round(fleet.known(new, since), 4),
+        "known_after_60_s": round(fleet.known(new, opened - KNOWN_S), 4),
+        "oldest_unknown_s": round(max(_unknown_ages(fleet, new, opened - KNOWN_S), default=0.0)),
         "new_replica_requests": dict(sorted(new.bucket.requests.items())),
         "cpu_s": round(time.process_time() - began),
     }
+
+
+def _unknown_ages(fleet: Fleet, replica: Replica, since: float) -> list[float]:
+    now = fleet.server.clock.wall()
+    units = ((now - at, first, last) for at, first, last in fleet.written if at >= since)
+    return [age for age, first, last in units if replica.store.known(first, last, 0) is None]
 
 
 def _verbs(fleet: Fleet) -> Counter[str]:

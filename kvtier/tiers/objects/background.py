@@ -16,7 +16,8 @@ RECORD_S = 30.0
 """Between two searches for uses that are worth recording in the bucket."""
 
 TIDY_S = 900.0
-"""Between two deletions of old deltas and ended pins, however long the sweeper's pass takes."""
+"""Between two deletions of old deltas and ended pins, about, however long the sweeper's pass takes. A fleet that started
+together must not delete the same ten thousand names all at once."""
 
 TASK_S = 30.0
 """Bound on one task."""
@@ -60,7 +61,7 @@ class Background:
         self._sweeper = sweeper
         self._clock = clock
         self._record_at = clock.monotonic() + RECORD_S
-        self._tidy_at = clock.monotonic() + TIDY_S
+        self._tidy_at = clock.monotonic() + sweeper.about(TIDY_S)
         self.supervisor = Supervisor(clock)
         self._write = _Chore(self._publish_record_sweep)
         self._learn = _Chore(self._learn_pins_and_deltas)
@@ -113,7 +114,7 @@ class Background:
             self._record_at = self._clock.monotonic() + RECORD_S
             await self._store.renewer.record_uses()
         if self._tidying_due:
-            self._tidy_at = self._clock.monotonic() + TIDY_S
+            self._tidy_at = self._clock.monotonic() + self._sweeper.about(TIDY_S)
             await self._store.deltas.sweep()
             await self._store.pins.sweep()
         if self._sweeper.due:

@@ -4,8 +4,9 @@
                                                                   begin with `digits`; `level` is their number
 
 A window is WINDOW_S long. Where it has more deltas than FAN_IN, those of writers with the same first digit are merged
-first, then these; so nobody reads more than some FAN_IN objects for one merge. The object at level 0 has the whole
-window. Who merges is chosen by rendezvous hash among these writers; who comes next takes over after two windows, and so
+first, then these sixteen; so nobody reads more than some FAN_IN objects for one merge. Each level takes a poll, ten
+seconds in which nobody learns of the window; a thousand replicas need one below the top. The object at level 0 has the
+whole window. Who merges is chosen by rendezvous hash among these writers; who comes next takes over after two windows, and so
 on, then anybody. Merged objects are created, never replaced. The bytes are a delta's.
 """
 
@@ -25,7 +26,9 @@ WINDOW_S = 30.0
 CLOSE_S = 10.0
 """How long after its end a window is merged: its last deltas are on their way."""
 
-FAN_IN = 16
+FAN_IN = 64
+"""Deltas that one merge reads, about."""
+
 DIGITS_MAX = 3
 TAIL_WINDOWS = 10
 """Windows back that may still be merged; what is not then stays in its deltas."""
@@ -164,7 +167,7 @@ class Catalogue:
         """Merge what is this replica's of one window; returns how many merges that were."""
         writers = {writer_of(name) for name in deltas}
         depth = 0
-        while depth < DIGITS_MAX and len(deltas) > FAN_IN ** (depth + 1):
+        while depth < DIGITS_MAX and len(deltas) > FAN_IN * 16**depth:
             depth += 1
         have: dict[str, Stat] | None = None
         done = 0

@@ -106,8 +106,12 @@ class Sweeper:
         self._rest(REST_S)
         return True
 
+    def about(self, seconds: float) -> float:
+        """Half to one and a half of it, another time each time: a fleet that started together falls apart."""
+        return seconds * self._random.uniform(0.5, 1.5)
+
     def _rest(self, seconds: float) -> None:
-        self._next = Mono(self._clock.monotonic() + seconds * self._random.uniform(0.5, 1.5))
+        self._next = Mono(self._clock.monotonic() + self.about(seconds))
 
     def _random_start(self) -> str:
         """A random place among the scopes in the index."""

@@ -12,8 +12,9 @@ import pytest
 
 from kvtier.testing import chain_of
 from kvtier.testing.fleet import STEP_S, Fleet
-from kvtier.tiers.objects import catalogue, deltas, sweep
+from kvtier.tiers.objects import background, catalogue, deltas, sweep
 from kvtier.tiers.objects.bucket.protocol import Stat
+from kvtier.times import Mono
 from tests.tiers.objects.support.virtual_bucket import NS, Replica, VirtualServer
 
 
@@ -166,7 +167,7 @@ async def test_a_new_replica_reads_the_windows_of_more_deltas_than_it_would_read
     """Of a thousand replicas there are ten thousand in ten minutes."""
     fleet = Fleet(10, every_s=60)
     await fleet.run(1200)
-    monkeypatch.setattr(deltas, "UNREAD_MAX", 20)
+    monkeypatch.setattr(deltas, "UNREAD_MAX", 15)
     assert len(fleet.server.under("delta")) > 4 * deltas.UNREAD_MAX
     new = fleet.newcomer()
     for _ in range(round(60 / STEP_S)):
@@ -174,6 +175,23 @@ async def test_a_new_replica_reads_the_windows_of_more_deltas_than_it_would_read
         await fleet.step()
     await new.turn()
     assert fleet.known(new, 0) >= 0.95
+
+
+async def test_a_large_fleets_window_is_whole_after_two_polls() -> None:
+    """A level more is ten seconds more in which nobody knows its units: a thousand replicas write 500 in a window."""
+    server = VirtualServer()
+    replicas = [Replica(server, number, stride=1, number=number) for number in range(300)]
+    for number, replica in enumerate(replicas):
+        await replica.write(chain_of(NS, 1, number))
+        await replica.store.deltas.publish()
+    server.clock.advance(catalogue.WINDOW_S + catalogue.CLOSE_S - server.clock.wall() % catalogue.WINDOW_S)
+    for _ in range(2):
+        for replica in replicas:
+            await replica.store.deltas.poll()
+        server.clock.advance(deltas.POLL_S)
+    assert len(server.under("catalogue/0")) == 1
+    asked = [replica.bucket.requests.total() for replica in replicas]
+    assert max(asked) <= 2 * catalogue.FAN_IN and sum(asked) <= 12 * len(replicas)
 
 
 async def test_two_deltas_of_one_instant_are_both_read() -> None:
@@ -225,6 +243,26 @@ async def test_who_is_gone_is_stood_in_for() -> None:
     missing = [window for window in closed if f"{window:010x}" not in top]
     assert len(missing) <= 1, f"{len(missing)} of {len(closed)} windows are not merged"
     assert all(fleet.known(replica, 0) >= 0.95 for replica in fleet.replicas)
+
+
+async def test_a_fleet_that_started_together_does_not_tidy_all_at_once() -> None:
+    """Each lists ten thousand deltas for it, and would delete the same."""
+    server, tidied = VirtualServer(), list[float]()
+    replicas = [Replica(server, seed, number=seed) for seed in range(40)]
+
+    async def sweep() -> int:
+        tidied.append(server.clock.monotonic())
+        return 0
+
+    for replica in replicas:
+        replica.sweeper._next = Mono(math.inf)  # it tidies at the end of a walk, too
+        replica.store.deltas.sweep = sweep  # type: ignore[method-assign]
+    while server.clock.monotonic() < 1.5 * background.TIDY_S + STEP_S:
+        for replica in replicas:
+            await replica.turn()
+        server.clock.advance(STEP_S)
+    assert len(tidied) >= len(replicas)
+    assert max(Counter(tidied).values()) <= 5
 
 
 async def test_merged_windows_are_swept_and_are_no_units() -> None:
