@@ -236,20 +236,22 @@ class Purger:
 
     async def forget(self) -> None:
         """Forget the older half of many purges, as far as every tier has them and no slot is being filled that may hold
-        what they cover. The pins that they cover have been ended on every medium."""
+        what they cover, nor waits to be written with it: that would be at a position after them. The pins that they
+        cover have been ended on every medium."""
         with self._hierarchy.lock:
-            tombstones, filling = self._host.refusals.tombstones, self._host.filling()
+            refusals = self._host.refusals
+            tombstones = refusals.tombstones
             if len(tombstones) <= REMEMBERED_MAX:
                 return
-            known = dict(tombstones)
+            known, moving = dict(tombstones), [*self._host.filling(), *refusals.table.quarantined()]
         kept = self.owed()
 
         def old() -> list[tuple[Scope, Wall]]:
-            busy = {tenant_of(key) for key in filling}
+            busy = {tenant_of(key) for key in moving}
             half = sorted(known, key=known.__getitem__)[: len(known) // 2]
             return [(scope, known[scope]) for scope in half if scope not in kept and scope not in busy]
 
-        for part in slices(await aside(len(known) + len(filling), old), _APPLIED):
+        for part in slices(await aside(len(known) + len(moving), old), _APPLIED):
             with self._hierarchy.lock:
                 self._host.refusals.forget(dict(part))
             await asyncio.sleep(0)

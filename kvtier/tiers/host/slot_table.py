@@ -276,6 +276,13 @@ class SlotTable:
         self.expires[number] = inf
         self.generations[number] = (self.generations[number] + 1) & 0xFFFF_FFFF
 
+    def quarantined(self) -> list[BlockKey]:
+        """Blocks that are gone but for their bytes: somebody has them pinned, perhaps to write them to another tier."""
+        keys, number = list[BlockKey](), -1
+        while (number := self.states.find(QUARANTINED, number + 1)) >= 0:
+            keys.append(self.keys[number])
+        return keys
+
     def check(self, free: Collection[int], filling: Mapping[BlockKey, int], ready: Mapping[BlockKey, int]) -> None:
         """Assert that slots are conserved: each is in one of these, or QUARANTINED under a pin. O(n)."""
         by_state = {SlotState.FREE: free, SlotState.FILLING: filling.values(), SlotState.READY: ready.values()}

@@ -16,8 +16,8 @@ RECORD_S = 30.0
 """Between two searches for uses that are worth recording in the bucket."""
 
 TIDY_S = 900.0
-"""Between two deletions of old deltas and ended pins, about, however long the sweeper's pass takes. A fleet that started
-together must not delete the same ten thousand names all at once."""
+"""Between two deletions of old deltas and ended pins, about, however long the sweeper's pass takes. Of a fleet that
+started together not all delete the same ten thousand names at once."""
 
 TASK_S = 30.0
 """Bound on one task."""

@@ -6,8 +6,8 @@
 A window is WINDOW_S long. Where it has more deltas than FAN_IN, those of writers with the same first digit are merged
 first, then these sixteen; so nobody reads more than some FAN_IN objects for one merge. Each level takes a poll, ten
 seconds in which nobody learns of the window; a thousand replicas need one below the top. The object at level 0 has the
-whole window. Who merges is chosen by rendezvous hash among these writers; who comes next takes over after two windows, and so
-on, then anybody. Merged objects are created, never replaced. The bytes are a delta's.
+whole window. Who merges is chosen by rendezvous hash among these writers; who comes next takes over after two windows,
+and so on, then anybody. Merged objects are created, never replaced. The bytes are a delta's.
 """
 
 from __future__ import annotations

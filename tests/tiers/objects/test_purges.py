@@ -12,6 +12,7 @@ import pytest
 import kvtier
 from kvtier.errors import KVTierError
 from kvtier.identity.keys import Scope, scope_of
+from kvtier.manager import purge as purge_module
 from kvtier.testing import MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace
 from kvtier.times import Wall
 from tests.tiers.objects.support.inline import inline_tier
@@ -314,3 +315,36 @@ async def test_a_purge_after_the_listing_that_counts_is_not_taken_for_proven() -
         await purger.sync()
         assert (hierarchy.position, hierarchy.proven_at) == (1, server.clock.monotonic())
     await other.close(server.clock.monotonic())
+
+
+async def test_what_waits_to_be_written_stays_purged_when_its_purge_is_forgotten(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """G2 forgets purges that every tier has; a block that waits for a slow tier has no position yet."""
+    monkeypatch.setattr(purge_module, "REMEMBERED_MAX", 4)
+    chain, slow, waiting = chain_of(NS, 8, 1, scope_of("t")), asyncio.Event(), asyncio.Event()
+    async with fleet.open("a", g3=False) as cache:
+        manager, queue = cache.manager, cache.manager.demoter.queues["g4"]
+        take = queue.rate.take
+
+        async def wait(size: float) -> None:
+            waiting.set()
+            await slow.wait()
+            await take(size)
+
+        queue.rate.take = wait  # type: ignore[method-assign]
+        assert await cache.put(chain, payloads_of(chain, 4096)) == 8
+        await waiting.wait()
+        for tenant in ["t", *(f"another {number}" for number in range(16))]:
+            fleet.clock.advance(1)
+            await cache.purge(tenant)
+        fleet.clock.advance(60)
+        await manager._purger.forget()
+        assert len(manager.host.refusals.tombstones) < 16
+        slow.set()
+        assert (await cache.flush()).pending == 0
+        assert await found(cache, chain) == [], "written at the position after its purge"
+        fleet.clock.advance(1)
+        await put(cache, chain)
+        await cache.evict("g2")
+        assert await found(cache, chain) == ["g4"] * 8
