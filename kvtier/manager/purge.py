@@ -5,8 +5,9 @@ machine) and the purge log in the bucket (every replica); the last two by marks 
 learns here of the purges that the others remember. G2 applies one at once; a tier that fails *owes* it: it is asked
 again until it has it, and nothing of that tenant is found in it before.
 
-G2 may forget a purge that every tier has: none of them gives back what it covers, and a verb that began before it
-stores nothing more (`kvtier.manager.work`).
+G2 forgets a purge that every tier has: none of them gives back what it covers, and a verb that began before it stores
+nothing more (`kvtier.manager.work`). Until then it refuses by the time of its own clock, and so what another machine
+stored after the purge by a clock that is behind.
 """
 
 from __future__ import annotations
@@ -18,17 +19,14 @@ from functools import partial
 from typing import NamedTuple
 
 from kvtier.errors import KVTierError, TierError
-from kvtier.identity.keys import Scope, tenant_of
+from kvtier.identity.keys import BlockKey, Scope, tenant_of
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.protection import Protection
 from kvtier.manager.slices import aside, slices
-from kvtier.retention.marks import POSITIONS, number_of
+from kvtier.retention.marks import POSITIONS, mark_below, number_of
 from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import PurgeLogging
 from kvtier.times import Mono, Wall
-
-REMEMBERED_MAX = 4096
-"""Purges beyond which G2 forgets the older half."""
 
 OWED_MAX = 65_536
 """Purges that are remembered for tiers which do not take them; beyond, one is refused before it has any effect."""
@@ -214,7 +212,12 @@ class Purger:
             return
         floor = log.floor
         await hierarchy.drop_slices(self._host.drop_where(lambda number: True))
-        await asyncio.gather(*(tier.evict(None) for tier in self._lower.values() if tier.purge_log() is None))
+        tenants = {tenant_of(key) for key in self._moving()}  # whose blocks are being written, or are to be
+        await self._enforce(dict.fromkeys(tenants, hierarchy.made_by()))
+        others = [tier for tier in self._lower.values() if tier.purge_log() is None]
+        await asyncio.gather(*(tier.evict(None) for tier in others))
+        mark = mark_below(floor)
+        await asyncio.gather(*(tier.purge(tenant, mark) for tier in others for tenant in tenants))
         with hierarchy.lock:
             hierarchy.position = max(floor, hierarchy.position)
 
@@ -235,26 +238,26 @@ class Purger:
         return times
 
     async def forget(self) -> None:
-        """Forget the older half of many purges, as far as every tier has them and no slot is being filled that may hold
-        what they cover, nor waits to be written with it: that would be at a position after them. The pins that they
-        cover have been ended on every medium."""
+        """Forget the purges that every tier has, but for those of a tenant of whom some slot may hold what they cover:
+        it is being filled, or was dropped, and waits to be written at a position after them. The pins that they cover
+        have been ended on every medium."""
         with self._hierarchy.lock:
-            refusals = self._host.refusals
-            tombstones = refusals.tombstones
-            if len(tombstones) <= REMEMBERED_MAX:
-                return
-            known, moving = dict(tombstones), [*self._host.filling(), *refusals.table.quarantined()]
-        kept = self.owed()
+            known = dict(self._host.refusals.tombstones)
+        moving, kept = self._moving() if known else [], self.owed()
 
         def old() -> list[tuple[Scope, Wall]]:
             busy = {tenant_of(key) for key in moving}
-            half = sorted(known, key=known.__getitem__)[: len(known) // 2]
-            return [(scope, known[scope]) for scope in half if scope not in kept and scope not in busy]
+            return [(scope, before) for scope, before in known.items() if scope not in kept and scope not in busy]
 
         for part in slices(await aside(len(known) + len(moving), old), _APPLIED):
             with self._hierarchy.lock:
                 self._host.refusals.forget(dict(part))
             await asyncio.sleep(0)
+
+    def _moving(self) -> list[BlockKey]:
+        """Blocks that are not to be found in G2, and whose bytes may get into a tier."""
+        with self._hierarchy.lock:
+            return [*self._host.filling(), *self._host.refusals.table.quarantined()]
 
     async def _spread(self, tier: Metered, known: Mapping[Scope, Wall]) -> bool:
         """Purge in one tier what it owes and is not `known` to have, until it fails. Whether it has all now."""

@@ -28,7 +28,6 @@ MANY = 64
 
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(purge_module, "REMEMBERED_MAX", 8)
     monkeypatch.setattr(purge_module, "_APPLIED", 4)
 
 

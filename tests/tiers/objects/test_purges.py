@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ import pytest
 import kvtier
 from kvtier.errors import KVTierError
 from kvtier.identity.keys import Scope, scope_of
-from kvtier.manager import purge as purge_module
+from kvtier.manager.write_behind import WriteBehind
 from kvtier.testing import MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace
+from kvtier.tiers.objects import purge_log
 from kvtier.times import Wall
 from tests.tiers.objects.support.inline import inline_tier
 from tests.tiers.objects.support.virtual_bucket import SkewedClock, VirtualBucket, VirtualServer
@@ -317,34 +319,73 @@ async def test_a_purge_after_the_listing_that_counts_is_not_taken_for_proven() -
     await other.close(server.clock.monotonic())
 
 
-async def test_what_waits_to_be_written_stays_purged_when_its_purge_is_forgotten(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@asynccontextmanager
+async def held_up(queue: WriteBehind) -> AsyncIterator[asyncio.Event]:
+    """Nothing is taken out of the queue but what is being written. The event: something waits for that."""
+    take, waiting, free = queue.rate.take, asyncio.Event(), asyncio.Event()
+
+    async def wait(size: float) -> None:
+        waiting.set()
+        await free.wait()
+        await take(size)
+
+    queue.rate.take = wait  # type: ignore[method-assign]
+    yield waiting
+    free.set()
+
+
+async def test_what_waits_to_be_written_stays_purged_when_its_purge_is_forgotten(fleet: Fleet) -> None:
     """G2 forgets purges that every tier has; a block that waits for a slow tier has no position yet."""
-    monkeypatch.setattr(purge_module, "REMEMBERED_MAX", 4)
-    chain, slow, waiting = chain_of(NS, 8, 1, scope_of("t")), asyncio.Event(), asyncio.Event()
+    chain = chain_of(NS, 8, 1, scope_of("t"))
     async with fleet.open("a", g3=False) as cache:
-        manager, queue = cache.manager, cache.manager.demoter.queues["g4"]
-        take = queue.rate.take
-
-        async def wait(size: float) -> None:
-            waiting.set()
-            await slow.wait()
-            await take(size)
-
-        queue.rate.take = wait  # type: ignore[method-assign]
-        assert await cache.put(chain, payloads_of(chain, 4096)) == 8
-        await waiting.wait()
-        for tenant in ["t", *(f"another {number}" for number in range(16))]:
-            fleet.clock.advance(1)
-            await cache.purge(tenant)
-        fleet.clock.advance(60)
-        await manager._purger.forget()
-        assert len(manager.host.refusals.tombstones) < 16
-        slow.set()
+        async with held_up(cache.manager.demoter.queues["g4"]) as waiting:
+            assert await cache.put(chain, payloads_of(chain, 4096)) == 8
+            await waiting.wait()
+            for tenant in ("t", "another"):
+                fleet.clock.advance(1)
+                await cache.purge(tenant)
+            await cache.manager._purger.forget()
+            assert len(cache.manager.host.refusals.tombstones) == 1
         assert (await cache.flush()).pending == 0
         assert await found(cache, chain) == [], "written at the position after its purge"
         fleet.clock.advance(1)
         await put(cache, chain)
         await cache.evict("g2")
         assert await found(cache, chain) == ["g4"] * 8
+
+
+async def test_what_a_clock_that_is_behind_stores_after_a_purge_is_served(fleet: Fleet) -> None:
+    """G2 refuses what was made before the time at which it learned of a purge, by its own clock; a tier that has the
+    purge knows better."""
+    chain = chain_of(NS, 8, 1, scope_of("t"))
+    async with fleet.open("a") as one, fleet.open("b", -5.0) as behind:
+        await put(one, chain)
+        await behind.purge("t")
+        await learn(fleet, one)
+        fleet.clock.advance(1)
+        await put(behind, chain)
+        one.manager._housekeeping._waited_s = 1e9
+        await one.manager._housekeeping.run()
+        assert await found(one, chain) == ["g4"] * 8
+
+
+async def test_what_waits_to_be_written_below_the_logs_floor_is_not_taken_for_new(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log names the latest purged tenants only; a replica that was away for more has nothing that counts."""
+    monkeypatch.setattr(purge_log, "TENANTS_MAX", 4)
+    monkeypatch.setattr(purge_log, "SNAPSHOT_EVERY", 8)
+    chain = chain_of(NS, 8, 1, scope_of("t"))
+    async with fleet.open("a", g3=False) as away, fleet.open("b", g3=False) as here:
+        async with held_up(away.manager.demoter.queues["g4"]) as waiting:
+            assert await away.put(chain, payloads_of(chain, 4096)) == 8
+            await waiting.wait()
+            for tenant in ["t", *(f"another {number}" for number in range(32))]:
+                fleet.clock.advance(1)
+                await here.purge(tenant)
+            await learn(fleet, away)
+            assert await found(away, chain) == []
+        assert (await away.flush()).pending == 0
+        for cache in (away, here):
+            await learn(fleet, cache)
+            assert await found(cache, chain) == [], "written at the floor"
