@@ -30,7 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Container
 from concurrent.futures import ProcessPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import shake_128
 from itertools import islice
 from pathlib import Path
@@ -39,14 +39,15 @@ from typing import Any
 from kvtier.bench.record import record, save
 from kvtier.checksum import DIGEST_BYTES
 from kvtier.identity.hashing import HASH_BYTES
-from kvtier.identity.keys import SHARED, BlockKey
+from kvtier.identity.keys import SCOPE_BYTES, SHARED, BlockKey
 from kvtier.keyring import Keyring
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import BUILTIN, Terms
 from kvtier.testing.fleet import STEP_S, Fleet
 from kvtier.testing.replica import NS, Replica
 from kvtier.testing.virtual_bucket import StoredObject, VirtualServer
-from kvtier.tiers.objects import deltas
+from kvtier.tiers.objects import catalogue, deltas
+from kvtier.tiers.objects.bucket.protocol import Stat
 from kvtier.tiers.objects.delta_format import parse
 from kvtier.tiers.objects.frame import Frame, header_bytes_of
 from kvtier.tiers.objects.hints import UnitHint, UnitHints, prints_of
@@ -67,54 +68,113 @@ def _parsed(raw: bytes, namespace: bytes, keyring: Keyring) -> list[UnitHint]:
     return list(parse(raw, namespace, keyring))
 
 
-class _Known(UnitHints):
-    """One replica's hints, of which the fleet keeps each once in `shelf`: here is only whether the replica has it. Of
-    its own a thousand replicas would have 18 GB after an hour. For units of one block, whose hints are the same to
-    all."""
+class _Pages:
+    """Pages of listings, each made once until the bucket changes: a thousand replicas ask for the same."""
 
-    def __init__(self, shelf: dict[int, tuple[int, UnitHint]], fingerprint: Callable[[BlockKey], int]) -> None:
+    def __init__(self, server: VirtualServer) -> None:
+        self._server, self._state, self._pages = server, (0, 0), dict[tuple[str, str], list[Stat]]()
+
+    def page(self, make: Callable[[str, str], list[Stat]], prefix: str, after: str) -> list[Stat]:
+        state = self._server.versions, len(self._server.objects)
+        if state != self._state:
+            self._state, self._pages = state, {}
+        found = self._pages.get((prefix, after))
+        if found is None:
+            found = self._pages[prefix, after] = make(prefix, after)
+        return found
+
+
+class _Shelf:
+    """The hints of all units, each once, with a number."""
+
+    def __init__(self) -> None:
+        self.hints: list[UnitHint] = []
+        self.numbers: dict[bytes, int] = {}  # by the hash of the block
+        self._names: dict[int, int] = {}  # by the fingerprint of the name
+
+    def number(self, hint: UnitHint) -> int:
+        number = self.numbers.get(hint.last_hash)
+        if number is None:
+            number = self.numbers[hint.last_hash] = len(self.hints)
+            self.hints.append(hint)
+        return number
+
+    def named(self, fingerprint: int, name: Callable[[BlockKey], int]) -> int:
+        """-1: there is none."""
+        for number in range(len(self._names), len(self.hints)):
+            self._names[name(self.hints[number].last)] = number
+        return self._names.get(fingerprint, -1)
+
+
+class _Known(UnitHints):
+    """One replica's hints, which are on the fleet's shelf: here is only whether the replica has each. Of its own a
+    thousand replicas would have 18 GB after an hour. For units of one block, whose hints are the same to all."""
+
+    def __init__(self, shelf: _Shelf, fingerprint: Callable[[BlockKey], int]) -> None:
         self._shelf, self._has = shelf, bytearray()
         super().__init__(1, fingerprint)
 
-    def put(self, hint: UnitHint) -> None:
-        name = self._fingerprint(hint.last)
-        number, hint = self._shelf.setdefault(name, (len(self._shelf), hint))
+    def learn(self, hint: UnitHint) -> bool:
+        """`ObjectIndex.learn`."""
+        number = self._shelf.number(hint)
         if number >= len(self._has):
             self._has.extend(bytes(1024 + number - len(self._has)))
-        if not self._has[number]:
-            self._has[number] = 1
-            self._count(hint, 1)
+        elif self._has[number]:
+            return False
+        self._has[number] = 1
+        self._count(hint, 1)
+        return True
 
-    def named(self, fingerprint: int) -> UnitHint | None:
-        number, hint = self._shelf.get(fingerprint, (-1, None))
-        return hint if 0 <= number < len(self._has) and self._has[number] else None
+    def put(self, hint: UnitHint) -> None:
+        self.learn(hint)
 
-    def knows(self, last: BlockKey) -> bool:
-        return self.named(self._fingerprint(last)) is not None
+    def _if_known(self, number: int) -> UnitHint | None:
+        return self._shelf.hints[number] if 0 <= number < len(self._has) and self._has[number] else None
 
     def find(self, first: BlockKey, key: BlockKey, depth: int, but: Container[BlockKey] = ()) -> UnitHint | None:
-        hint = self.named(self._fingerprint(key))
+        hint = self._if_known(self._shelf.numbers.get(key[SCOPE_BYTES:], -1))
         return hint if hint is not None and hint.holds(key, depth) and key not in but else None
 
+    def knows(self, last: BlockKey) -> bool:
+        return self.find(last, last, 0) is not None
+
+    def named(self, fingerprint: int) -> UnitHint | None:
+        return self._if_known(self._shelf.named(fingerprint, self._fingerprint))
+
     def drop(self, last: BlockKey) -> None:
-        hint = self.named(name := self._fingerprint(last))
+        hint = self.find(last, last, 0)
         if hint is not None:
-            self._has[self._shelf[name][0]] = 0
+            self._has[self._shelf.numbers[hint.last_hash]] = 0
             self._count(hint, -1)
 
     def sample(self, rng: random.Random) -> UnitHint | None:
         number = self._has.find(1, rng.randrange(len(self._has) or 1))
-        number = self._has.find(1) if number < 0 else number
-        return next(islice(self._shelf.values(), number, None))[1] if number >= 0 else None
+        return self._if_known(self._has.find(1) if number < 0 else number)
+
+
+def _share(fleet: Fleet) -> None:
+    """What all replicas compute alike is computed once."""
+    deltas.parse = _parsed
+    for module, name in (
+        (deltas, "stamp_us"),
+        (catalogue, "stamp_us"),
+        (catalogue, "window_of"),
+        (catalogue, "writer_of"),
+    ):
+        if not hasattr(getattr(module, name), "cache_info"):
+            setattr(module, name, lru_cache(maxsize=1 << 17)(getattr(module, name)))
+    shelf, pages = _Shelf(), _Pages(fleet.server)
+    for replica in fleet.replicas:
+        index, make = replica.store.index, replica.bucket._page
+        index._hints = known = _Known(shelf, replica.store.names.fingerprint)
+        index.learn = known.learn  # type: ignore[method-assign]
+        replica.bucket._page = partial(pages.page, make)  # type: ignore[method-assign]
 
 
 async def of_fleet(count: int, seconds: float) -> dict[str, Any]:
     began = time.process_time()
-    deltas.parse = _parsed
     fleet = Fleet(count, EVERY_S)
-    shelf: dict[int, tuple[int, UnitHint]] = {}
-    for replica in fleet.replicas:
-        replica.store.index._hints = _Known(shelf, replica.store.names.fingerprint)
+    _share(fleet)
     await fleet.run(seconds / 2)
     before, verbs = fleet.requests(), _verbs(fleet)
     written = len(fleet.written)

@@ -30,7 +30,7 @@ class Fleet:
         self._elapsed = 0.0
 
     async def step(self) -> None:
-        """STEP_S of virtual time."""
+        """STEP_S of virtual time: all write and publish, then all learn."""
         for index, replica in enumerate(self.replicas):
             while self._next[index] <= self._elapsed:
                 chain = chain_of(NS, self.blocks, seed=len(self.written))
@@ -39,7 +39,9 @@ class Fleet:
                 self._next[index] += self.every_s
                 self._writes[index] += 1
             await replica.store.refresh()
-            await replica.turn()
+            await replica.background._publish_record_sweep()
+        for replica in self.replicas:
+            await replica.background._learn_pins_and_deltas()
         self.deltas_max = max(self.deltas_max, len(self.server.under("delta")))
         self.server.clock.advance(STEP_S)
         self._elapsed += STEP_S

@@ -15,6 +15,9 @@ from kvtier.testing.clock import VirtualClock
 from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Bucket, Scatter, Stat
 from kvtier.times import Wall
 
+_LAST = chr(0x10FFFF)
+"""Behind whatever may stand in a name."""
+
 
 @dataclass
 class StoredObject:
@@ -75,13 +78,11 @@ class VirtualServer:
     def page(self, prefix: str, after: str) -> list[str]:
         """The first names that begin with `prefix`, behind `after`, at most LIST_PAGE."""
         begin = max(bisect_left(self._names, prefix), bisect_right(self._names, after))
-        found: list[str] = []
-        for name in islice(self._names, begin, None):
-            if not name.startswith(prefix) or len(found) == LIST_PAGE:
-                break
-            if name in self.objects:
-                found.append(name)
-        return found
+        end = bisect_left(self._names, prefix + _LAST, begin)
+        found = self._names[begin : min(end, begin + LIST_PAGE)]
+        if not self._gone:
+            return found
+        return list(islice((name for name in islice(self._names, begin, end) if name in self.objects), LIST_PAGE))
 
     def under(self, part: str) -> list[str]:
         return [name for name in self.names if f"/{part}/" in name]
@@ -179,12 +180,13 @@ class VirtualBucket(Bucket):
         await self._answering("delete", names[0])
 
     def _page(self, prefix: str, after: str) -> list[Stat]:
-        return [self._listed(name, self.server.objects[name]) for name in self.server.page(prefix, after)]
-
-    def _listed(self, name: str, there: StoredObject) -> Stat:
-        if there.listed is None or there.listed.size != there.size:
-            there.listed = self._stat(name, there, True)
-        return there.listed
+        objects, found = self.server.objects, list[Stat]()
+        for name in self.server.page(prefix, after):
+            there = objects[name]
+            if there.listed is None or there.listed.size != there.size:
+                there.listed = self._stat(name, there, True)
+            found.append(there.listed)
+        return found
 
     async def list(self, prefix: str, after: str = "") -> AsyncIterator[list[Stat]]:
         while True:

@@ -97,13 +97,14 @@ class Catalogue:
         self._replica = replica
         self._join = join
         self._deltas: dict[int, dict[str, Stat]] = {}
+        self._writers: dict[int, set[str]] = {}  # of these
         self.merged: dict[int, Stat] = {}  # window → the object that has all of it
 
     def count_replicas(self) -> int:
         """Distinct writers in the last windows, at least one."""
         oldest = self._window_now() - REPLICA_WINDOWS
-        tail = (names for window, names in self._deltas.items() if window >= oldest)
-        return max(1, len({writer_of(name) for names in tail for name in names}))
+        tail = (writers for window, writers in self._writers.items() if window >= oldest)
+        return max(1, len(set[str]().union(*tail)))
 
     def lone(self) -> list[str]:
         """Deltas that are a window of their own, too old to be merged with others."""
@@ -112,7 +113,9 @@ class Catalogue:
 
     def note(self, delta: Stat) -> None:
         """A listing had this delta."""
-        self._deltas.setdefault(window_of(delta.name), {})[delta.name] = delta
+        window = window_of(delta.name)
+        self._deltas.setdefault(window, {})[delta.name] = delta
+        self._writers.setdefault(window, set()).add(writer_of(delta.name))
 
     def deltas_of(self, window: int) -> dict[str, Stat]:
         """The noted deltas of a window."""
@@ -125,7 +128,7 @@ class Catalogue:
         for gone in [window for window in self.merged if window < oldest]:
             del self.merged[gone]
         for gone in [window for window in self._deltas if window < now - 2 * TAIL_WINDOWS]:
-            del self._deltas[gone]
+            del self._deltas[gone], self._writers[gone]
         after = max(oldest, now - 2 * TAIL_WINDOWS if self.merged else oldest, 0)
         new = []
         top = f"{self._names.merged}0/"
@@ -165,7 +168,7 @@ class Catalogue:
 
     async def _merge_window(self, window: int, deltas: dict[str, Stat], late_s: float, most: int) -> int:
         """Merge what is this replica's of one window; returns how many merges that were."""
-        writers = {writer_of(name) for name in deltas}
+        writers = self._writers[window]
         depth = 0
         while depth < DIGITS_MAX and len(deltas) > FAN_IN * 16**depth:
             depth += 1
