@@ -1,10 +1,11 @@
 """Fleets of replicas on one bucket, in virtual time by the real code of G4 (`kvtier.testing.fleet`).
 
-    python benchmarks/fleet.py [--fleets 1:3600,10:3600,100:3600,1000:600] [--sweep UNITS]
+    python benchmarks/fleet.py [--fleets 1:3600,10:3600,100:3600,1000:3600] [--sweep UNITS]
         [--sweepers 1,10] [--save DIR]
 
 `--fleets` has the replicas and the virtual seconds of each fleet. Every replica writes a unit a minute and has its turn
-every ten seconds. Then a new replica opens beside it. Per fleet:
+every ten seconds. Then a new replica opens beside it. Results are told after an eighth, a quarter and half of the time,
+too. Per fleet:
 
     requests_per_minute       of a replica in the second half, but for those that carry payload: mean and most
     by_verb                   the mean by kind of request
@@ -28,7 +29,7 @@ import resource
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import AsyncIterator, Callable, Container
 from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache, partial
 from hashlib import shake_128
@@ -171,34 +172,43 @@ def _share(fleet: Fleet) -> None:
         replica.bucket._page = partial(pages.page, make)  # type: ignore[method-assign]
 
 
-async def of_fleet(count: int, seconds: float) -> dict[str, Any]:
+async def of_fleet(count: int, seconds: float) -> AsyncIterator[dict[str, Any]]:
+    """What is found after an eighth, a quarter, half and all of the time: the last may take hours."""
     began = time.process_time()
     fleet = Fleet(count, EVERY_S)
     _share(fleet)
-    await fleet.run(seconds / 2)
-    before, verbs = fleet.requests(), _verbs(fleet)
-    written = len(fleet.written)
-    await fleet.run(seconds / 2)
-    minutes = seconds / 120
-    spent = [(after - then) / minutes for after, then in zip(fleet.requests(), before, strict=True)]
-    by_verb = _verbs(fleet)
-    by_verb.subtract(verbs)
-    by_verb["put"] -= len(fleet.written) - written
+    await fleet.run(seconds / 16)
+    for part in (8, 4, 2, 1):
+        before, verbs, started = fleet.requests(), _verbs(fleet), fleet.server.clock.monotonic()
+        written = len(fleet.written)
+        await fleet.run(seconds / part / 2)
+        minutes = (fleet.server.clock.monotonic() - started) / 60
+        spent = [(after - then) / minutes for after, then in zip(fleet.requests(), before, strict=True)]
+        by_verb = _verbs(fleet)
+        by_verb.subtract(verbs)
+        by_verb["put"] -= len(fleet.written) - written
+        yield {
+            "virtual_s": seconds / part,
+            "units": len(fleet.written),
+            "requests_per_minute": {"mean": round(sum(spent) / count, 2), "most": round(max(spent), 2)},
+            "by_verb": {verb: round(asked / count / minutes, 2) for verb, asked in sorted(by_verb.items()) if asked},
+            "deltas_max": fleet.deltas_max,
+            **await _newcomer(fleet),
+            "cpu_s": round(time.process_time() - began),
+        }
+
+
+async def _newcomer(fleet: Fleet) -> dict[str, Any]:
+    """Opens beside the fleet, for a minute."""
     opened, new = fleet.server.clock.wall(), fleet.newcomer()
     for _ in range(round(60 / STEP_S)):
         await new.turn()
         await fleet.step()
     await new.turn()
     return {
-        "virtual_s": seconds,
-        "units": len(fleet.written),
-        "requests_per_minute": {"mean": round(sum(spent) / count, 2), "most": round(max(spent), 2)},
-        "by_verb": {verb: round(asked / count / minutes, 2) for verb, asked in sorted(by_verb.items()) if asked},
-        "deltas_max": fleet.deltas_max,
         "known_after_60_s": round(fleet.known(new, opened - KNOWN_S), 4),
         "oldest_unknown_s": round(max(_unknown_ages(fleet, new, opened - KNOWN_S), default=0.0)),
         "new_replica_requests": dict(sorted(new.bucket.requests.items())),
-        "cpu_s": round(time.process_time() - began),
     }
 
 
@@ -277,9 +287,16 @@ def _resident() -> int:
     return pages * resource.getpagesize()
 
 
+async def _tell(
+    found: AsyncIterator[dict[str, Any]], count: str, fleets: dict[str, Any], told: Callable[[], None]
+) -> None:
+    async for fleets[count] in found:
+        told()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fleets", default="1:3600,10:3600,100:3600,1000:600")
+    parser.add_argument("--fleets", default="1:3600,10:3600,100:3600,1000:3600")
     parser.add_argument("--sweep", type=int, default=1_000_000)
     parser.add_argument("--sweepers", default="1,10", help="how many replicas sweep, in a run of each number")
     parser.add_argument("--save", type=Path)
@@ -299,8 +316,7 @@ def main() -> None:
             told()
     for fleet in filter(None, given.fleets.split(",")):
         count, seconds = fleet.split(":")
-        results["fleets"][count] = asyncio.run(of_fleet(int(count), float(seconds)))
-        told()
+        asyncio.run(_tell(of_fleet(int(count), float(seconds)), count, results["fleets"], told))
 
 
 if __name__ == "__main__":
