@@ -134,6 +134,7 @@ async def test_a_purge_that_a_tier_lacks_is_not_forgotten() -> None:
         known: dict[Scope, float] = dict(cache.manager.host.refusals.tombstones)
         for _ in range(3):
             await tended(cache)
+            await cache.manager._purger.forget()  # which a pass leaves out while pins cannot be read
         assert known == cache.manager.host.refusals.tombstones
         async with cache.get(CHAIN) as hit:
             assert len(hit) == 0
