@@ -127,6 +127,7 @@ class Segments:
         self.short: set[int] = set()  # classes that will soon need a segment, where none is left
         # Cached for this transaction: every call of LMDB gives up the interpreter lock.
         self._without_free: set[int] = set()  # classes without a free slot
+        self._without_fresh: set[int] = set()  # without a never-used one, nor a segment that could be theirs
         self._fill: dict[int, int | None] = {}  # the segment that a class takes never-used slots from
         self._exhausted = False  # no segment is left to be given to a class
         self._rows_left = FREE_ROWS_PER_TXN
@@ -253,6 +254,7 @@ class Segments:
         self.count = min(self.count, geometry.segments)
         self._geometry = geometry
         self._exhausted = False
+        self._without_fresh.clear()
         self._demand.retry()
 
     def _record(self, number: int) -> Segment:
@@ -268,6 +270,7 @@ class Segments:
         """No class has the segment any more."""
         self._set(number, Segment(number % self._geometry.parts, 0, 0, 0, 0))
         self._txn.put(number_key(SPARE, number), b"")
+        self._without_fresh.clear()
 
     def _retire(self, segment: int) -> None:
         """Give an unused segment back to all classes; its own class keeps one with more free slots than one transaction
@@ -313,6 +316,7 @@ class Segments:
         """The segment's never-used slots are its class's to take."""
         record = self._record(segment)
         waits = segment not in self.draining and self._filling(record.slot_class) != segment
+        self._without_fresh.discard(record.slot_class)
         if record.fresh < record.slots and waits:
             self._txn.put(_unfilled_prefix(record.slot_class) + _U32.pack(segment), b"")
 
@@ -333,6 +337,8 @@ class Segments:
         return free.segment, free.slot
 
     def _take_fresh(self, slot_cls: int) -> tuple[int, int] | None:
+        if slot_cls in self._without_fresh:
+            return None
         width = 1
         while True:
             number = self._filling(slot_cls)
@@ -341,6 +347,7 @@ class Segments:
                 if number is None:
                     number = self._grow(slot_cls)
                 if number is None:
+                    self._without_fresh.add(slot_cls)
                     return None
                 self._txn.put(number_key(FILL, slot_cls), number_key(SEGMENTS, number))
                 self._fill[slot_cls] = number

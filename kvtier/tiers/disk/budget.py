@@ -17,6 +17,7 @@ without a bound are charged, too; at most a day's budget of debt counts.
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -171,13 +172,14 @@ def thread_written() -> int | None:
     Not `write_bytes`: where the page cache has large folios, that counts a folio for a page.
     """
     try:
-        for line in _IO.read_text().splitlines():
-            name, _, value = line.partition(": ")
-            if name == "wchar":
-                return int(value)
+        fd = os.open(_IO, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            found = os.read(fd, 4096)
+        finally:
+            os.close(fd)
+        return int(found.partition(b"wchar: ")[2].partition(b"\n")[0])
     except (OSError, ValueError):
-        pass
-    return None
+        return None
 
 
 class DailyBound:
