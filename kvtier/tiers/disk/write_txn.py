@@ -163,8 +163,7 @@ class WriteTxn:
         """Up to `count` slots for blocks that are not known yet, evicting the coldest if need be."""
         found: list[SlotReservation] = []
         while len(found) < count and self.budget.allows(slot_cls * SLOT_ALIGN):
-            reservation = self._reserve_slot(slot_cls, PRIORITY)
-            if reservation is None:
+            if (reservation := self._reserve_slot(slot_cls, PRIORITY)) is None:
                 break
             found.append(reservation)
         return found
@@ -236,7 +235,8 @@ class WriteTxn:
         `matching` or cannot be read; looks at ten times as many at most. Returns how many were removed and the name to
         go on from, None at the end."""
         found, following = self._entries.select(start, prefix, limit, matching)
-        return self.drop_all(found), following
+        self.drop_all(found)
+        return len(found), following
 
     def remove_expired(self, names: Sequence[bytes], wall_s: Wall) -> int:
         """Remove those of `names` that are expired or purged, and not retained. Returns how many."""
@@ -256,7 +256,9 @@ class WriteTxn:
 
     def delete_corrupt(self, name: bytes, raw: bytes) -> bool:
         """Remove the block after its payload failed the check. False, changing nothing, if it is not the same."""
-        return self.is_same(name, raw) and self.drop(name)
+        if same := self.is_same(name, raw):
+            self.drop(name)
+        return same
 
     def retain(self, names: Sequence[bytes], until: Wall, served: Wall | None, wall_s: Wall) -> list[bool]:
         """Exempt blocks from eviction before `until`; let them live until `served`. Per name, whether it is here."""
@@ -351,11 +353,9 @@ class WriteTxn:
 
     def _meet(self, block: NewBlock, old: Entry | None) -> Stored | None:
         """Why a block is not stored whose name `old` has; None where that is nothing, or is removed."""
-        if old is None:
-            return None
-        if not self._gives_way(block):
+        if old is not None and not self._gives_way(block):
             return Stored.REFUSED
-        return Stored.PRESENT if self._join(block) else None
+        return Stored.PRESENT if old is not None and self._join(block) else None
 
     def _gives_way(self, block: NewBlock) -> bool:
         """Whether the block of this name, if there is one, is encrypted as `block` is; one that is not, and that this
