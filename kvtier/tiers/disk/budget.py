@@ -8,7 +8,8 @@ Space is leased in the transaction that reserves a slot, so a crash counts it as
 commit in advance, as much as the last one wrote, between COMMIT_BYTES and IN_ADVANCE_MAX; what the kernel counts beyond
 that, and zeros of preallocated segments, are charged with the next, and what it counts less is paid back. Whoever asks
 what may be written counts all of that, as the next transaction will. What must be written, a purge first of all, may
-overdraw the bucket; blocks, uses and removals wait then.
+overdraw the bucket; blocks, uses and removals wait then. What stays unpaid is the difference where a process is killed
+right after a commit that wrote more than its last one: a few MB at most, for each such kill.
 
 A day's budget B gives a bucket of B / 24 that fills at 22 / 24 B a day: whatever a day begins with, it writes at most
 23 / 24 B and what is overdrawn. An unknown balance is none, and time while the machine was off adds nothing. Processes
