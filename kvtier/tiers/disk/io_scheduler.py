@@ -106,10 +106,7 @@ class IOScheduler:
             self._start(len(jobs))
             if jobs:
                 queue.append(batch)
-            if queue is self._reads:
-                self._lock.notify(len(jobs))
-            elif self._writing < self._writes_at_once():  # else those that write come to it
-                self._lock.notify()  # and that one wakes the next, while another may begin
+            self._lock.notify(len(jobs))
         return batch
 
     def _start(self, wanted: int) -> None:

@@ -76,39 +76,6 @@ async def test_a_bounded_number_of_writes_runs_and_reads_go_before_those_that_wa
     assert jobs.most_writes == WRITERS
 
 
-async def test_no_thread_wakes_up_for_a_write_that_may_not_begin(
-    scheduler: IOScheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each costs two changes of thread, and the interpreter's lock, on every write."""
-    monkeypatch.setattr(io_scheduler, "NEAR_S", 0.0)
-    first, jobs, second = Jobs(), Jobs(), Jobs()
-    reads = scheduler.read([first.make("read") for _ in range(8)])
-    await first.until(8)
-    first.finish()
-    await reads.wait()
-    await asyncio.sleep(0.05)  # all eight threads wait now
-    in_vain = 0
-    take = scheduler._take
-
-    def counted() -> object:
-        nonlocal in_vain
-        taken = take()
-        in_vain += taken is None
-        return taken
-
-    monkeypatch.setattr(scheduler, "_take", counted)
-    writes = scheduler.write([jobs.make("write") for _ in range(6)])
-    await jobs.until(WRITERS)
-    more = scheduler.write([second.make("write") for _ in range(6)])
-    await asyncio.sleep(0.05)
-    assert in_vain == 0
-    jobs.finish()
-    second.finish()
-    await writes.wait()
-    await more.wait()
-    assert jobs.most_writes == WRITERS and len(second.begun) == 6
-
-
 async def test_beside_reads_one_write_runs(scheduler: IOScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(io_scheduler, "NEAR_S", 0.2)
     jobs = Jobs()
