@@ -12,14 +12,14 @@ hands out no slot; once only guests (`kvtier.tiers.disk.guests`) use it, it goes
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
 from kvtier.tiers.disk.bad_places import BadPlace, BadPlaces
 from kvtier.tiers.disk.demand import Demand
-from kvtier.tiers.disk.extents import Extent
+from kvtier.tiers.disk.extents import common, extent_of_slots
 from kvtier.tiers.disk.guests import Guests, Held, extent_of
 from kvtier.tiers.disk.records import (
     FILL,
@@ -37,6 +37,7 @@ from kvtier.tiers.disk.records import (
     free_slot,
     number_key,
     number_of,
+    reserved_in,
     reserved_key,
     rows,
 )
@@ -44,6 +45,9 @@ from kvtier.tiers.disk.records import (
 UNFILLED_KEY, DRAINING_KEY = META + b"unfilled", META + b"draining"
 FREE_ROWS_PER_TXN = 256
 """Rows of emptied segments' free slots that one transaction deletes."""
+LOOK_SLOTS, LOOKS_PER_TXN = 64, 32
+"""Never-used slots that are looked at together where guests and bad places lie on them, and how often in one
+transaction."""
 
 _GEOMETRY = struct.Struct("<QQI")
 _PROMISE = struct.Struct("<IB")
@@ -123,9 +127,13 @@ class Segments:
         self.short: set[int] = set()  # classes that will soon need a segment, where none is left
         # Cached for this transaction: every call of LMDB gives up the interpreter lock.
         self._without_free: set[int] = set()  # classes without a free slot
+        self._without_fresh: set[int] = set()  # without a never-used one, nor a segment that could be theirs
         self._fill: dict[int, int | None] = {}  # the segment that a class takes never-used slots from
         self._exhausted = False  # no segment is left to be given to a class
         self._rows_left = FREE_ROWS_PER_TXN
+        self._looks_left = LOOKS_PER_TXN
+        self.cut_short = False
+        """Whether a class may have a never-used slot that this transaction did not come to."""
 
     def save(self) -> None:
         """Write the changed segments; `count` is the caller's to write. Hands over drained ones, in slices."""
@@ -145,33 +153,39 @@ class Segments:
         self.guests.remove(held)
         record = self._record(held.segment)
         self._set(held.segment, record._replace(used=record.used - 1))
-        for slot in extent_of(held).slots(record.slot_class):
-            self._offer(held.segment, slot)
+        self._offer(held.segment, extent_of(held).slots(record.slot_class))
         if record.used == 1 and held.segment not in self.draining:
             self._retire(held.segment)
 
     def offer_number(self, ended: SlotReservation) -> None:
         """The slot of its segment that has the same number, where that is another one, can be reserved now."""
         if self.guests.has(ended):
-            self._offer(ended.segment, ended.slot)
+            self._offer(ended.segment, range(ended.slot, ended.slot + 1))
 
-    def _offer(self, segment: int, slot: int) -> None:
-        """A slot that nobody holds is free, unless it was never used or is set aside."""
+    def _offer(self, segment: int, slots: range) -> None:
+        """Slots that nobody holds are free, unless they were never used or are set aside."""
         record = self._record(segment)
-        if slot < record.fresh and not self._is_set_aside(segment, slot):
-            self._txn.put(free_key(record.slot_class, segment, slot), b"")
+        clear = self._usable(segment, range(slots.start, min(slots.stop, record.fresh)))
+        if clear:
+            self._txn.cursor().putmulti([(free_key(record.slot_class, segment, slot), b"") for slot in clear])
             self._without_free.discard(record.slot_class)
 
-    def _is_set_aside(self, segment: int, slot: int) -> bool:
-        """Whether a bad place or a guest lies on the slot. A guest's reservation takes the slot of its number, too:
-        reservations are found by number."""
+    def _usable(self, segment: int, slots: range) -> Sequence[int]:
+        """Those of a segment's slots on which neither a bad place nor a guest lies. A guest's reservation takes the
+        slot of its number, too: reservations are found by number."""
+        bad, guests = self.bad.of(segment), self.guests.of(segment)
+        if not slots or (not bad and not guests):
+            return slots
         slot_cls = self._record(segment).slot_class
-        if self.bad.spoil(segment, slot_cls, slot):
-            return True
-        if not self.guests.of(segment):
-            return False
-        reserved = self._txn.get(reserved_key(segment, slot)) is not None
-        return reserved or self.guests.overlap(segment, Extent(slot * slot_cls, slot_cls))
+        aside = {slot for place in bad for slot in common(place.extent.slots(slot_cls), slots)}
+        if guests:
+            left = slots
+            while left and (guest := self.guests.first_on(segment, extent_of_slots(left, slot_cls))) is not None:
+                on = common(guest.slots(slot_cls), left)
+                aside.update(on)
+                left = range(on.stop, left.stop)  # over all other guests on those slots
+            aside.update(reserved_in(self._txn, segment, slots))
+        return [slot for slot in slots if slot not in aside]
 
     def hold(self, place: BadPlace) -> list[FreeSlot]:
         """The slots on a bad place, in use from now on; none unless all of them are set aside and no guest lies on one,
@@ -182,7 +196,7 @@ class Segments:
         slots = place.extent.slots(record.slot_class)
         if slots.stop > record.fresh or any(self._txn.get(reserved_key(place.segment, slot)) for slot in slots):
             return []
-        if self.guests.overlap(place.segment, Extent(slots.start * record.slot_class, len(slots) * record.slot_class)):
+        if self.guests.first_on(place.segment, extent_of_slots(slots, record.slot_class)) is not None:
             return []
         self._set(place.segment, record._replace(used=record.used + len(slots)))
         return [FreeSlot(record.slot_class, place.segment, slot) for slot in slots]
@@ -196,6 +210,12 @@ class Segments:
         self._txn.put(DRAINING_KEY + _U32.pack(segment), _PROMISE.pack(*promise))
         self._forget_fresh(slot_cls, segment)
         return True
+
+    def lodge(self, write: SlotReservation) -> None:
+        """A write in a draining segment becomes a guest, unless it has ended."""
+        raw = self._txn.get(write.key) if write.segment in self.draining else None
+        if raw is not None and SlotReservation.serial_of(raw) == write.serial:
+            self.guests.add(write)
 
     def take_from(self, victim: Entry | FreeSlot) -> tuple[int, int] | None:
         """As `take`, where nothing was free, once a block of the class is evicted: its slot, unless it was a guest.
@@ -234,6 +254,7 @@ class Segments:
         self.count = min(self.count, geometry.segments)
         self._geometry = geometry
         self._exhausted = False
+        self._without_fresh.clear()
         self._demand.retry()
 
     def _record(self, number: int) -> Segment:
@@ -249,6 +270,7 @@ class Segments:
         """No class has the segment any more."""
         self._set(number, Segment(number % self._geometry.parts, 0, 0, 0, 0))
         self._txn.put(number_key(SPARE, number), b"")
+        self._without_fresh.clear()
 
     def _retire(self, segment: int) -> None:
         """Give an unused segment back to all classes; its own class keeps one with more free slots than one transaction
@@ -294,6 +316,7 @@ class Segments:
         """The segment's never-used slots are its class's to take."""
         record = self._record(segment)
         waits = segment not in self.draining and self._filling(record.slot_class) != segment
+        self._without_fresh.discard(record.slot_class)
         if record.fresh < record.slots and waits:
             self._txn.put(_unfilled_prefix(record.slot_class) + _U32.pack(segment), b"")
 
@@ -314,6 +337,9 @@ class Segments:
         return free.segment, free.slot
 
     def _take_fresh(self, slot_cls: int) -> tuple[int, int] | None:
+        if slot_cls in self._without_fresh:
+            return None
+        width = 1
         while True:
             number = self._filling(slot_cls)
             if number is None or self._record(number).fresh == self._record(number).slots:
@@ -321,13 +347,21 @@ class Segments:
                 if number is None:
                     number = self._grow(slot_cls)
                 if number is None:
+                    self._without_fresh.add(slot_cls)
                     return None
                 self._txn.put(number_key(FILL, slot_cls), number_key(SEGMENTS, number))
                 self._fill[slot_cls] = number
             record = self._record(number)
-            self._set(number, record._replace(fresh=record.fresh + 1))  # from now on a bad one is set aside
-            if not self._is_set_aside(number, record.fresh):
+            ahead = range(record.fresh, min(record.slots, record.fresh + width))
+            if clear := self._usable(number, ahead):
                 break
+            self._set(number, record._replace(fresh=ahead.stop))  # from now on they are set aside
+            self._looks_left -= width == LOOK_SLOTS
+            if self._looks_left < 0:
+                self.cut_short = True
+                return None
+            width = LOOK_SLOTS
+        record = record._replace(fresh=clear[0])
         self._set(number, record._replace(fresh=record.fresh + 1, used=record.used + 1))
         if 2 * record.fresh >= record.slots:
             if self.count < self._geometry.segments:

@@ -8,7 +8,8 @@ Space is leased in the transaction that reserves a slot, so a crash counts it as
 commit in advance, as much as the last one wrote, between COMMIT_BYTES and IN_ADVANCE_MAX; what the kernel counts beyond
 that, and zeros of preallocated segments, are charged with the next, and what it counts less is paid back. Whoever asks
 what may be written counts all of that, as the next transaction will. What must be written, a purge first of all, may
-overdraw the bucket; blocks, uses and removals wait then.
+overdraw the bucket; blocks, uses and removals wait then. What stays unpaid is the difference where a process is killed
+right after a commit that wrote more than its last one: a few MB at most, for each such kill.
 
 A day's budget B gives a bucket of B / 24 that fills at 22 / 24 B a day: whatever a day begins with, it writes at most
 23 / 24 B and what is overdrawn. An unknown balance is none, and time while the machine was off adds nothing. Processes
@@ -17,6 +18,7 @@ without a bound are charged, too; at most a day's budget of debt counts.
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -171,13 +173,14 @@ def thread_written() -> int | None:
     Not `write_bytes`: where the page cache has large folios, that counts a folio for a page.
     """
     try:
-        for line in _IO.read_text().splitlines():
-            name, _, value = line.partition(": ")
-            if name == "wchar":
-                return int(value)
+        fd = os.open(_IO, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            found = os.read(fd, 4096)
+        finally:
+            os.close(fd)
+        return int(found.partition(b"wchar: ")[2].partition(b"\n")[0])
     except (OSError, ValueError):
-        pass
-    return None
+        return None
 
 
 class DailyBound:

@@ -103,8 +103,7 @@ class ClassWorths:
         for _key, raw in rows(self._txn, SEGMENTS):
             segment = Segment.decode(raw)
             used[segment.slot_class] += segment.used
-        for key, raw in rows(self._txn, RESERVED):
-            used[SlotReservation.decode(key, raw).slot_class] -= 1
+        used.subtract(SlotReservation.class_of(raw) for _key, raw in rows(self._txn, RESERVED))
         for slot_cls, blocks in used.items():
             if slot_cls:
                 self._get(slot_cls).ages.add(0, blocks * slot_cls * SLOT_ALIGN)

@@ -16,6 +16,7 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -149,6 +150,7 @@ class Drain:
             if promises and not (waits and stuck):
                 self._begin_sweep(txn, promises)
                 return None
+            writes = _writes_in(txn, promises) if promises and self._patience <= 0 else []
             geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
             now = Counters.decode(txn.get(index.layout.counters_key)).tick
             worths = worths_in(txn, geometry.capacity)
@@ -156,8 +158,9 @@ class Drain:
         if promises:
             self._patience -= 1
             if self._patience < 0:
-                self._patience = LOOKS_AT_WRITES
-                return lodge_writes
+                self.stuck = len(writes) == EVICTIONS_PER_TXN  # then the next look finds more of them
+                self._patience = 0 if self.stuck else LOOKS_AT_WRITES
+                return partial(lodge, writes=writes)
         for slot_cls, priority, must in index.demand.take() if worths else ():  # the next transaction begins to count
             taker = worths.pop(slot_cls, ClassWorth(slot_cls))
             found = gifts(taker, list(worths.values()), step_of(geometry), geometry.capacity, now, must=must)
@@ -298,6 +301,12 @@ def _written(txn: Any) -> dict[int, list[Extent]]:
     return found
 
 
+def _writes_in(txn: Any, segments: Iterable[int]) -> list[SlotReservation]:
+    """The first EVICTIONS_PER_TXN writes and trials in the segments that are no guests."""
+    found = (SlotReservation.decode(*row) for one in segments for row in rows(txn, number_key(RESERVED, one)))
+    return list(islice((write for write in found if not is_guest(txn, write)), EVICTIONS_PER_TXN))
+
+
 def _has_room(txn: Any, survey: _Survey, geometry: Geometry, segment: int, others: list[Extent]) -> bool:
     """Whether a slot of the taker lies clear of what must stay in a segment, its bad places, and `others`."""
     stays = iter(survey.stays.get(segment, ()))
@@ -329,11 +338,10 @@ def evict_guests(txn: WriteTxn, names: Iterable[bytes], priority: int, wall_s: W
             txn.left(name, entry)
 
 
-def lodge_writes(txn: WriteTxn) -> None:
-    """The writes in draining segments become guests."""
-    for segment in txn.segments.draining:
-        for reservation in txn.reservations(segment):
-            txn.segments.guests.add(reservation)
+def lodge(txn: WriteTxn, writes: Iterable[SlotReservation]) -> None:
+    """Those of the writes that have not ended, and lie in draining segments, become guests."""
+    for write in writes:
+        txn.segments.lodge(write)
 
 
 def _must_stay(txn: WriteTxn, name: bytes, entry: Entry, priority: int, wall_s: Wall) -> bool:

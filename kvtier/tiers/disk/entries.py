@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from kvtier.errors import CorruptError
@@ -70,6 +71,22 @@ class Entries:
                 return None
             raise
 
+    def select(
+        self, start: bytes, prefix: bytes, limit: int, matching: Callable[[bytes, Entry], bool]
+    ) -> tuple[list[bytes], bytes | None]:
+        """Up to `limit` names, from `start` on, that start with `prefix` and whose entries are `matching` or cannot be
+        read, of ten times as many at most; and the name to go on from, None at the end."""
+        found: list[bytes] = []
+        for seen, (name, raw) in enumerate(self._layout.entries(self._txn, prefix, start)):
+            if len(found) == limit or seen == 10 * limit:
+                return found, name
+            try:
+                if matching(name, Entry.decode(name, raw)):
+                    found.append(name)
+            except CorruptError:
+                found.append(name)
+        return found, None
+
     def rank_of(self, name: bytes) -> int | None:
         """The rank of a block. None if it is not here, or is purged and not removed yet: a block below it could not be
         read."""
@@ -93,18 +110,18 @@ class Entries:
         self._put(name, entry)
         self.removed.pop(name, None)
         self.blocks += 1
-        self._count_bytes(name, entry.slot_class)
+        self.slot_bytes += entry.slot_bytes
 
     def update(self, name: bytes, entry: Entry, life: Lifetime, rank: int) -> None:
         """A new life, and `rank` if that is higher."""
         self._order.use(entry.order_key())
+        self._shares.removed(name, entry.order_key())
         self._put(name, entry._replace(rank=max(entry.rank, rank), life=life))
 
     def remove(self, name: bytes, entry: Entry) -> None:
         """Delete the records of a block; the slot is the caller's."""
         self._delete(name)
-        self._order.remove(entry.order_key())
-        self._count_bytes(name, -entry.slot_class)
+        self._remove_row(name, entry.order_key())
 
     def drop(self, name: bytes) -> bool:
         """Remove a block and free its slot. Returns whether it was here."""
@@ -117,6 +134,7 @@ class Entries:
     def _put(self, name: bytes, entry: Entry) -> None:
         self._txn.put(self._layout.key(name), self._layout.encode(name, entry))
         self._order.add(name, entry)
+        self._shares.placed(name, entry.order_key())
         self._ranks[name] = entry.rank
 
     def remove_unreadable(self, name: bytes, row: bytes) -> FreeSlot:
@@ -142,7 +160,8 @@ class Entries:
     def _remove_row(self, name: bytes, row: bytes) -> FreeSlot:
         slot_cls, _rank, segment, slot = order_parts(row)
         self._order.remove(row)
-        self._count_bytes(name, -slot_cls)
+        self.slot_bytes -= slot_cls * SLOT_ALIGN
+        self._shares.removed(name, row)
         return FreeSlot(slot_cls, segment, slot)
 
     def _delete(self, name: bytes) -> None:
@@ -151,8 +170,3 @@ class Entries:
         self._ranks.pop(name, None)
         self.removed[name] = None
         self.blocks -= 1
-
-    def _count_bytes(self, name: bytes, units: int) -> None:
-        """The block has a slot of so many units of SLOT_ALIGN or, if negative, has it no more."""
-        self.slot_bytes += units * SLOT_ALIGN
-        self._shares.change(name, units * SLOT_ALIGN)

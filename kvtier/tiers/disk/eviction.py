@@ -92,7 +92,7 @@ class EvictionOrder:
         self._only: int | None = None  # the class of all segments, where there is but one and that is known
         self._rows_left = SCAN_ROWS_MAX
         self.cut_short = False
-        """Whether a search of a whole class ended for want of rows: the next transaction's may find a victim."""
+        """Whether a search for a slot ended though there may be one: the next transaction goes on with it."""
 
     def add(self, name: bytes, entry: Entry) -> None:
         """The block's row, by its rank and depth."""

@@ -17,6 +17,16 @@ class Extent(NamedTuple):
         return range(self.first // slot_cls, (self.first + self.units - 1) // slot_cls + 1)
 
 
+def extent_of_slots(slots: range, slot_cls: int) -> Extent:
+    """Where these slots of a class lie. Pure."""
+    return Extent(slots.start * slot_cls, len(slots) * slot_cls)
+
+
+def common(some: range, others: range) -> range:
+    """The slots in both. Pure."""
+    return range(max(some.start, others.start), min(some.stop, others.stop))
+
+
 def clear_slots(extents: Iterable[Extent], slot_cls: int, slots: int) -> int:
     """How many of a segment's first `slots` slots of a class overlap none of the extents, in any order. Pure."""
     count = end = 0

@@ -72,17 +72,20 @@ class Guests:
             self._txn.delete(_key(held))
             self._change(held.segment, -1)
 
-    def overlap(self, segment: int, place: Extent) -> bool:
-        """Whether one of the segment's guests lies on the place."""
-        if not self.count:
-            return False
+    def first_on(self, segment: int, place: Extent) -> Extent | None:
+        """The first of the segment's guests that lies on the place."""
+        if not self.of(segment):
+            return None
         cursor, prefix = self._txn.cursor(), _SEGMENT.pack(GUEST_KEY, segment)
-        before = cursor.set_range(_PLACE.pack(GUEST_KEY, segment, place.first + place.units))
-        before = cursor.prev() if before else cursor.last()
-        key = cursor.key() if before else b""
-        if len(key) != _PLACE.size or not key.startswith(prefix):
-            return False
-        return bool(_PLACE.unpack(key)[2] + _U32.unpack(cursor.value())[0] > place.first)
+        ahead = cursor.set_range(_PLACE.pack(GUEST_KEY, segment, place.first + 1))
+        there = cursor.prev() if ahead else cursor.last()  # the last one that begins before or with the place
+        while there and (key := cursor.key()) <= _PLACE.pack(GUEST_KEY, segment, place.first + place.units - 1):
+            if len(key) == _PLACE.size and key.startswith(prefix):
+                guest = Extent(_PLACE.unpack(key)[2], _U32.unpack(cursor.value())[0])
+                if guest.first + guest.units > place.first:
+                    return guest
+            there = cursor.next()
+        return None
 
     def _change(self, segment: int, by: int) -> None:
         for key, code, count in (

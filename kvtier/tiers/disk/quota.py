@@ -3,8 +3,10 @@
     meta key, after the "m"     value
     "shares"                    empty: scopes are counted in this store
     "shares" ‖ scope (16)       u64: slot bytes that the scope's blocks occupy, in all namespaces
+    "sharing"                   while counting goes on: the key in `order` before which the blocks are counted
 
-Counting begins when a process first bounds scopes; from then on every process that uses the store counts.
+Counting begins when a process first bounds scopes, and goes over the blocks there are in slices; from then on every
+process that uses the store counts.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from typing import Any
 from kvtier.identity.keys import KEY_BYTES, SCOPE_BYTES
 from kvtier.tiers.disk.records import META, ORDER, SLOT_ALIGN, order_parts, rows
 
-SHARES_KEY = META + b"shares"
+SHARES_KEY, SHARING_KEY = META + b"shares", META + b"sharing"
+ROWS_PER_TXN, SCOPES_PER_TXN = 8192, 2048
+"""Blocks, and scopes, that are counted in one transaction."""
 _BYTES = struct.Struct("<Q")
 
 
@@ -30,16 +34,25 @@ class Shares:
 
     def __init__(self, txn: Any) -> None:
         self._txn = txn
-        self._counted = txn.get(SHARES_KEY) is not None
+        self.counted = txn.get(SHARES_KEY) is not None
+        """Whether the counts are of all blocks."""
+        self._until: bytes = b"\xff" if self.counted else txn.get(SHARING_KEY, default=b"")
+        self._looked = False
         self._bytes: Counter[bytes] = Counter()  # of the scopes looked at
 
-    def begin(self) -> None:
-        """Count the blocks there are, unless that was done: reads all of `order`, once in a store's life."""
-        if self._counted:
-            return
-        for key, name in rows(self._txn, ORDER):
-            self._bytes[scope_in(name)] += order_parts(key)[0] * SLOT_ALIGN
-        self._counted = True
+    def count_on(self) -> bool:
+        """Count some more of the blocks there are, once in a transaction. Whether all are counted."""
+        if self.counted or self._looked:
+            return self.counted
+        self._looked = self.counted = True
+        for seen, (key, name) in enumerate(rows(self._txn, ORDER, self._until)):
+            if seen == ROWS_PER_TXN or len(self._bytes) >= SCOPES_PER_TXN:
+                self._until, self.counted = key, False
+                return False
+            scope = scope_in(name)
+            self._bytes[scope] = self.of(scope) + order_parts(key)[0] * SLOT_ALIGN
+        self._until = b"\xff"
+        return True
 
     def of(self, scope: bytes) -> int:
         """Bytes that the scope's blocks occupy."""
@@ -48,16 +61,24 @@ class Shares:
             self._bytes[scope] = 0 if raw is None else _BYTES.unpack(raw)[0]
         return self._bytes[scope]
 
-    def change(self, name: bytes, size: int) -> None:
-        """A block of so many slot bytes was stored or, with a negative size, removed."""
-        if self._counted:
+    def placed(self, name: bytes, key: bytes) -> None:
+        """The block has this key in `order` now."""
+        self._change(name, key, 1)
+
+    def removed(self, name: bytes, key: bytes) -> None:
+        """The block has this key no more."""
+        self._change(name, key, -1)
+
+    def _change(self, name: bytes, key: bytes, sign: int) -> None:
+        if key < self._until:
             scope = scope_in(name)
-            self._bytes[scope] = max(0, self.of(scope) + size)
+            self._bytes[scope] = max(0, self.of(scope) + sign * order_parts(key)[0] * SLOT_ALIGN)
 
     def save(self) -> None:
         """Write the counts."""
-        if self._counted and self._bytes:
-            self._txn.put(SHARES_KEY, b"")
+        if self._looked:
+            self._txn.delete(SHARING_KEY)
+            self._txn.put(*((SHARES_KEY, b"") if self.counted else (SHARING_KEY, self._until)))
         for scope, size in self._bytes.items():
             if size:
                 self._txn.put(SHARES_KEY + scope, _BYTES.pack(size))

@@ -319,6 +319,17 @@ def reserved_key(segment: int, slot: int) -> bytes:
     return _PLACE.pack(RESERVED, segment, slot)
 
 
+def reserved_in(txn: Any, segment: int, slots: range) -> list[int]:
+    """Those of a segment's slots whose numbers are reserved."""
+    found = []
+    for key, _ in rows(txn, number_key(RESERVED, segment), reserved_key(segment, slots.start)):
+        slot: int = _PLACE.unpack(key)[2]
+        if slot >= slots.stop:
+            break
+        found.append(slot)
+    return found
+
+
 def number_key(table: bytes, number: int) -> bytes:
     """Key of a segment in SEGMENTS or SPARE, or of a class in FILL; beginning of a class's keys in FREE or ORDER."""
     return _NUMBER.pack(table, number)
@@ -371,6 +382,11 @@ class SlotReservation(NamedTuple):
     def serial_of(raw: bytes) -> int:
         """The serial of an encoded reservation."""
         return int.from_bytes(raw[:8], "little")
+
+    @staticmethod
+    def class_of(raw: bytes) -> int:
+        """The class of an encoded reservation's slot."""
+        return int(_RESERVED.unpack(raw)[2])
 
     @property
     def offset(self) -> int:

@@ -7,6 +7,7 @@ commit that took them from their old owner.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
@@ -49,10 +50,10 @@ from kvtier.tiers.disk.touches import life_after
 from kvtier.tiers.protocol import Stored
 from kvtier.times import Wall
 
-SCOPE_EVICTIONS_MAX = 64
-"""Blocks that a scope gives up for one of its own: where it holds far more than its share, it shrinks step by step."""
-GUESTS_MAX = 8
-"""Blocks evicted for one slot: guests seldom leave one for their class."""
+GUESTS_MAX = 8  # blocks evicted for one slot: guests seldom leave one for their class
+EXTRA_EVICTIONS_MAX = 64
+"""Of a transaction, beyond one for each slot or stored block: guests, small blocks of a scope for a large one. A scope
+that holds far more than its share shrinks step by step."""
 
 
 class WriteTxn:
@@ -97,7 +98,9 @@ class WriteTxn:
         self.removed = self._entries.removed  # those that were evicted among them
         self._wall_s = Wall(0)  # of the last verb that was given it
         self._since = self.tick  # when what is done now began
-        self._reserved: set[bytes] = set()  # blocks that have a reservation from here
+        self._reserved: set[bytes] = set()  # blocks that have a reservation from here,
+        self._coming = Counter[bytes]()  # and how many, by scope
+        self._extra_evictions = EXTRA_EVICTIONS_MAX
         self._sheltered: set[bytes] = set()  # parents of those, and blocks that were published here: no victims
 
     def save(self) -> None:
@@ -119,6 +122,7 @@ class WriteTxn:
         there, and what is used now ranks as if it had been used then."""
         self._since = since
         self._reserved |= reserved
+        self._coming.update(map(scope_in, reserved))
         try:
             yield
         finally:
@@ -145,20 +149,21 @@ class WriteTxn:
         if block.parent is not None:
             self._sheltered.add(block.parent)
         worth = block.priority if above is None else min(block.priority, priority_in(above))
-        if share_bytes and not self._make_room(block, share_bytes, worth):
+        self.order.cut_short |= share_bytes > 0 and not self._shares.count_on()
+        if share_bytes and not (self._shares.counted and self._make_room(block, share_bytes, worth, ahead=True)):
             return Stored.FULL
         reservation = self._reserve_slot(slot_class(block.length), worth)
         if reservation is None:
             return Stored.FULL
         self._reserved.add(block.name)
+        self._coming[scope_in(block.name)] += 1
         return reservation
 
     def reserve_slots(self, slot_cls: int, count: int) -> list[SlotReservation]:
         """Up to `count` slots for blocks that are not known yet, evicting the coldest if need be."""
         found: list[SlotReservation] = []
         while len(found) < count and self.budget.allows(slot_cls * SLOT_ALIGN):
-            reservation = self._reserve_slot(slot_cls, PRIORITY)
-            if reservation is None:
+            if (reservation := self._reserve_slot(slot_cls, PRIORITY)) is None:
                 break
             found.append(reservation)
         return found
@@ -186,7 +191,7 @@ class WriteTxn:
         if (met := self._meet(block, old)) is not None:  # another process stored it meanwhile
             return met
         rank = min(rank_of(block.priority, self.tick), above)
-        if share_bytes and not self._make_room(block, share_bytes, priority_in(rank), spared=block.parent):
+        if share_bytes and not self._make_room(block, share_bytes, priority_in(rank)):
             return Stored.FULL
         if old is not None and kept > self._wall_s:
             block = block._replace(life=old.life.join(block.life, self._wall_s))
@@ -228,19 +233,8 @@ class WriteTxn:
     ) -> tuple[int, bytes | None]:
         """Remove up to `limit` blocks, from the name `start` on, whose names start with `prefix` and that are
         `matching` or cannot be read; looks at ten times as many at most. Returns how many were removed and the name to
-        go on from, None at the end.
-        """
-        found: list[bytes] = []
-        following: bytes | None = None
-        for seen, (name, raw) in enumerate(self._layout.entries(self._txn, prefix, start)):
-            if len(found) == limit or seen == 10 * limit:
-                following = name
-                break
-            try:
-                if matching(name, Entry.decode(name, raw)):
-                    found.append(name)
-            except CorruptError:
-                found.append(name)
+        go on from, None at the end."""
+        found, following = self._entries.select(start, prefix, limit, matching)
         self.drop_all(found)
         return len(found), following
 
@@ -262,8 +256,7 @@ class WriteTxn:
 
     def delete_corrupt(self, name: bytes, raw: bytes) -> bool:
         """Remove the block after its payload failed the check. False, changing nothing, if it is not the same."""
-        same = self.is_same(name, raw)
-        if same:
+        if same := self.is_same(name, raw):
             self.drop(name)
         return same
 
@@ -360,11 +353,9 @@ class WriteTxn:
 
     def _meet(self, block: NewBlock, old: Entry | None) -> Stored | None:
         """Why a block is not stored whose name `old` has; None where that is nothing, or is removed."""
-        if old is None:
-            return None
-        if not self._gives_way(block):
+        if old is not None and not self._gives_way(block):
             return Stored.REFUSED
-        return Stored.PRESENT if self._join(block) else None
+        return Stored.PRESENT if old is not None and self._join(block) else None
 
     def _gives_way(self, block: NewBlock) -> bool:
         """Whether the block of this name, if there is one, is encrypted as `block` is; one that is not, and that this
@@ -395,31 +386,40 @@ class WriteTxn:
 
     def _take_from_victim(self, slot_cls: int, priority: int) -> tuple[int, int] | None:
         """The slot of the class's coldest block, which is evicted, and so are a few guests that are colder."""
-        place = None
-        for _ in range(GUESTS_MAX):
-            victim = self._evict(lambda: self.order.victim(slot_cls, self._wall_s), priority)
-            if victim is None or (place := self.segments.take_from(victim)) is not None:
+        place, number = None, 0
+        while place is None and number < GUESTS_MAX and self._may_evict(number):
+            if (victim := self._evict(lambda: self.order.victim(slot_cls, self._wall_s), priority)) is None:
                 break
+            place, number = self.segments.take_from(victim), number + 1
+        self.order.cut_short |= self._extra_evictions < 0 or self.segments.cut_short
         self._want(slot_cls, priority, must=place is None)
         return place
+
+    def _may_evict(self, number: int) -> bool:
+        """Whether a block, after so many that were evicted for it, may have one more evicted by this transaction."""
+        self._extra_evictions -= number > 0
+        return number == 0 or self._extra_evictions >= 0
 
     def _want(self, slot_cls: int, priority: int, *, must: bool) -> None:
         """The class could use a segment of another, if there is one."""
         if self.order.has_other(slot_cls):
             self._memory.demand.want(slot_cls, priority, self.tick, must=must)
 
-    def _make_room(self, block: NewBlock, share_bytes: int, priority: int, spared: bytes | None = None) -> bool:
-        """Whether the block's scope stays within `share_bytes` with it. Its own coldest blocks are evicted for that."""
-        self._shares.begin()
-        scope, size = scope_in(block.name), slot_class(block.length) * SLOT_ALIGN
-        for _ in range(SCOPE_EVICTIONS_MAX):
-            if self._shares.of(scope) + size <= share_bytes:
-                return True
-            victim = self._evict(lambda: self.order.victim_in_scope(scope, self._wall_s), priority, spared)
+    def _make_room(self, block: NewBlock, share_bytes: int, priority: int, *, ahead: bool = False) -> bool:
+        """Whether the block's scope stays within `share_bytes` with it (`ahead`: and with those of its size that have
+        slots from here). Its own coldest blocks are evicted for that."""
+        scope, size, number = scope_in(block.name), slot_class(block.length) * SLOT_ALIGN, 0
+        wanted = size * (1 + self._coming[scope] * ahead)
+        while (held := self._shares.of(scope)) + wanted > share_bytes:
+            if not self._may_evict(number):
+                self.order.cut_short |= held <= share_bytes  # else it holds too much: it shrinks, but nobody waits
+                return False
+            victim = self._evict(lambda: self.order.victim_in_scope(scope, self._wall_s), priority, block.parent)
             if victim is None:
                 return False
             self.segments.give(victim)
-        return self._shares.of(scope) + size <= share_bytes
+            number += 1
+        return True
 
     def _evict(
         self, next_victim: Callable[[], tuple[bytes, bytes] | None], priority: int, spared: bytes | None = None

@@ -14,7 +14,7 @@ from kvtier.retention.terms import PRIORITY
 from kvtier.tiers.disk.allocator import Promise
 from kvtier.tiers.disk.bad_places import DAY_S
 from kvtier.tiers.disk.class_report import class_report
-from kvtier.tiers.disk.drain import Drain, evict, lodge_writes
+from kvtier.tiers.disk.drain import Drain, evict, lodge
 from kvtier.tiers.disk.extents import Extent, clear_slots
 from kvtier.tiers.disk.guests import extent_of, guests_in
 from kvtier.tiers.disk.records import RESERVED, SLOT_ALIGN, Entry, SlotReservation
@@ -179,7 +179,7 @@ def test_a_guest_whose_class_has_the_segment_again_leaves_its_number_to_the_writ
 
     def give_segment(giver: int, taker: int) -> None:
         store.transact(lambda txn: txn.segments.drain(0, giver, Promise(taker, PRIORITY)), drain=False)
-        store.transact(lodge_writes, drain=False)
+        store.transact(lambda txn: lodge(txn, txn.reservations()), drain=False)
         assert store.class_of(0) == taker
 
     for number in range(3):

@@ -75,6 +75,17 @@ async def test_a_full_scope_gives_up_its_own_coldest_blocks(tmp_path: Path) -> N
         assert await get(tier, young) == [True] * 6
 
 
+async def test_a_full_scope_takes_no_slot_of_others_in_a_full_store(tmp_path: Path) -> None:
+    others = chain(1, BLOCKS - SHARE, B)
+    async with shared(tmp_path / "g3", 0.0) as tier:
+        await put(tier, others, parents=True)  # the coldest of all
+        await put(tier, chain(2, SHARE, A), parents=True)
+    async with shared(tmp_path / "g3") as tier:
+        assert await put(tier, chain(3, 6, A), parents=True) == [Stored.STORED] * 6
+        assert (here(tier, chain(2, SHARE, A)), here(tier, chain(3, 6, A))) == (SHARE - 6, 6)
+        assert here(tier, others) == len(others), "blocks of another scope left for it"
+
+
 async def test_without_a_quota_it_fills_the_store(tmp_path: Path) -> None:
     async with shared(tmp_path / "g3", 0.0) as tier:
         for seed in range(5):
@@ -143,7 +154,7 @@ async def test_a_scope_far_beyond_its_share_shrinks_step_by_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A transaction must not hold the lock for long."""
-    monkeypatch.setattr(write_txn, "SCOPE_EVICTIONS_MAX", 3)
+    monkeypatch.setattr(write_txn, "EXTRA_EVICTIONS_MAX", 2)
     async with shared(tmp_path / "g3", 0.0) as tier:
         for seed in range(3):
             await put(tier, chain(seed, 6, A), parents=True)

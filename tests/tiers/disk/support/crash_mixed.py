@@ -43,8 +43,9 @@ from tests.tiers.disk.support.keys import sample_keyring
 from tests.tiers.disk.support.store import get, opened, put, slabs
 
 SIZES = (4096, 32768)
-SEGMENT = 16 * SIZES[0]
-SEGMENTS = 32
+PAGES, SEGMENTS = 32, 16
+"""Of a segment, of the store: it is cut into no more."""
+SEGMENT = PAGES * SIZES[0]
 CAPACITY = SEGMENTS * SEGMENT
 FAR = Wall(3_000_000_000.0)
 KEPT_MAX = 8
@@ -82,7 +83,7 @@ CHAINS = [
 def medium(seed: int) -> BadMedium:
     """Sound, or with one bad page: the same in all cycles of a run."""
     found, rng = BadMedium(), random.Random(seed)
-    page = (f"{rng.randrange(SEGMENTS):08x}.slab", rng.randrange(16))
+    page = (f"{rng.randrange(SEGMENTS):08x}.slab", rng.randrange(PAGES))
     found.unwritable, found.unreadable = {0: (set(), set()), 1: ({page}, set()), 2: (set(), {page})}[seed % 3]
     return found
 
@@ -196,7 +197,8 @@ async def inspect(
         with store.index.reading() as txn:
             seen["encrypted"] = sum(is_encrypted(raw) for _, raw in store.index.layout.entries(txn))
         assert not list(path.glob("index.damaged*")), "the index had to be made anew"
-    assert sum(file.stat().st_size for file in slabs(path)) <= CAPACITY
+    files = slabs(path)
+    assert len(files) <= SEGMENTS and sum(file.stat().st_size for file in files) <= CAPACITY
     return seen
 
 
