@@ -400,6 +400,11 @@ def _refuse(params: Any) -> None:
         raise IdentityError(
             "the KV of a draft model is not kept; start without speculative decoding, or without kvtier"
         )
+    if getattr(getattr(params, "req_to_token_pool", None), "mamba_pool", None) is not None:
+        raise IdentityError(
+            "requests keep states beside their KV (Mamba, linear attention), which kvtier does not, and a prefix "
+            "without them would be wrong: start this engine without kvtier"
+        )
 
 
 def _kv(transfers: Sequence[Any]) -> Any:

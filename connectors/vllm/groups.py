@@ -147,8 +147,12 @@ def refuse_unproven(vllm_config: Any, groups: Groups) -> None:
 
     if not groups.beside:
         return
+    drafter = getattr(vllm_config.speculative_config, "method", "")
     reasons = {
-        "speculative decoding": vllm_config.speculative_config is not None,
+        f"speculative decoding ({drafter})": vllm_config.speculative_config is not None,
+        "ReplaySSM, which keeps a part of a state outside its block": getattr(
+            vllm_config.cache_config, "use_replayssm", False
+        ),
         "prefix caching off": not vllm_config.cache_config.enable_prefix_caching,
         "tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
         "a vLLM that cannot report a failed load of several groups": not hasattr(base, "KVConnectorTransferResults"),

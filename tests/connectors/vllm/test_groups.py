@@ -13,6 +13,7 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from kvtier.connectors.vllm.groups import Groups, groups_of, refuse_unproven
+from kvtier.connectors.vllm.identity import cache_layout_of
 from kvtier.errors import IdentityError
 
 
@@ -121,8 +122,8 @@ def test_sets_of_groups_that_are_not_served_are_refused_with_the_reason(groups: 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"speculative_config": object()}, "speculative decoding"),
         ({"cache_config": SimpleNamespace(enable_prefix_caching=False)}, "prefix caching off"),
+        ({"cache_config": SimpleNamespace(enable_prefix_caching=True, use_replayssm=True)}, "with ReplaySSM"),
         ({"parallel_config": SimpleNamespace(tensor_parallel_size=2)}, "tensor parallelism"),
     ],
 )
@@ -138,3 +139,42 @@ def test_set_ups_that_were_not_proved_are_refused_for_several_groups_only(change
     refuse_unproven(SimpleNamespace(**plain | changed), groups_of(config((full(), "ab"))))
     with pytest.raises(IdentityError, match=said):
         refuse_unproven(SimpleNamespace(**plain | changed), several)
+
+
+BESIDE = pytest.mark.parametrize("beside", [window(), state()], ids=["window", "state"])
+
+
+def refused(beside: Any, *, several: bool = True, method: str = "", **parallel: int) -> str:
+    """What the connector says of an engine with this group beside full attention, or of one with full attention alone;
+    "" where it is served."""
+    shape = {"tensor_parallel_size": 1, "rank": 0, **parallel}
+    vllm_config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**shape),
+        speculative_config=SimpleNamespace(method=method) if method else None,
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+    )
+    groups = [(full(), "cd"), (beside, "ab")] if several else [(full(), "cd")]
+    try:
+        cache_layout_of(vllm_config, config(*groups, num_blocks=4))
+    except IdentityError as error:
+        return str(error)
+    return ""
+
+
+@BESIDE
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3", "mtp"])
+def test_drafters_beside_several_groups_are_refused_with_the_reason(beside: Any, method: str) -> None:
+    """With full attention alone they are not, and without a drafter these groups are not."""
+    assert f"2 groups of KV cache with speculative decoding ({method})" in refused(beside, method=method)
+    assert not refused(beside) and not refused(beside, several=False, method=method)
+
+
+@BESIDE
+@pytest.mark.parametrize(
+    "shape", ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"]
+)
+def test_stages_and_context_parallelism_are_refused_with_the_reason(beside: Any, shape: str) -> None:
+    """Before anything is asked of the groups, which each stage has others of."""
+    for several in (True, False):
+        assert f"{shape} is 2; kvtier serves 1" in refused(beside, several=several, **{shape: 2})
+    assert not refused(beside, **{shape: 1})
