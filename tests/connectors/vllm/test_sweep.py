@@ -21,7 +21,8 @@ GROUPS = swept()
 
 
 def answers(engine: Any, rows: list[Row], adapter: Path) -> list[tuple[Any, dict[str, int]]]:
-    """What each row's requests got, and what they read."""
+    """What each row's requests got, and what they read: an answer of several tells what the last of them did, which may
+    find in the engine's own cache what the first one loaded."""
     found = []
     for place, row in enumerate(rows):
         prompts = [prompt(10 * place + seed, row.length) for seed in range(row.count)]
