@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 from operator import attrgetter
 from typing import Any
 
@@ -29,6 +29,7 @@ TIERS = ("g2", "g3")
 medium that they do not know as the GPU's."""
 _NAMES = (*TIERS, "g4")
 KNOWN_MAX = 1 << 17
+_PARTS = 8
 
 
 def tiers_announced(value: Any) -> tuple[str, ...]:
@@ -61,26 +62,63 @@ class _Known:
 
     def __init__(self) -> None:
         self.numbers: dict[BlockKey, int] = {}
-        self.runs: list[KnownRun] = []
-        self.blocks = 0  # of the runs, which may have some in common
+        self.runs: deque[KnownRun] = deque()
 
     def add(self, run: KnownRun) -> None:
         """Numbers go on from the last run's."""
         keys = run.passage.keys
         self.runs.append(run)
-        self.blocks += len(keys)
         self.numbers.update(zip(keys, range(run.first, run.first + len(keys)), strict=True))
 
     def find(self, key: BlockKey) -> tuple[KnownRun, int] | None:
         """The run of a block, and its place in it."""
         number = self.numbers.get(key)
-        if number is None:
+        if number is None or number < self.runs[0].first:  # the latter: it has been forgotten
             return None
         run = self.runs[bisect_right(self.runs, number, key=_first) - 1]
         return run, number - run.first
 
 
 _first = attrgetter("first")
+
+
+class _Latest:
+    """The runs of the latest `blocks_max` blocks, or the latest one alone.
+
+    An engine's step waits for each call, so none has the work of many: runs are forgotten one by one, as others come,
+    and their names lie in parts, none of which takes long to grow or to be let go of."""
+
+    def __init__(self, blocks_max: int) -> None:
+        self._blocks_max = blocks_max
+        self._count = 0  # blocks ever added
+        self._parts: deque[_Known] = deque()  # none is empty
+
+    @property
+    def parts(self) -> Iterable[_Known]:
+        """The latest first."""
+        return reversed(self._parts)
+
+    def add(self, passage: Passage, session: str | None) -> None:
+        """Know one more run, and forget those that it is one too many for."""
+        run = KnownRun(self._count, passage, session)
+        self._count += len(passage.keys)
+        if not self._parts or _PARTS * (self._count - self._parts[-1].runs[0].first) > self._blocks_max:
+            self._parts.append(_Known())
+        self._parts[-1].add(run)
+        while (oldest := self._parts[0].runs[0]) is not run and self._count - oldest.first > self._blocks_max:
+            self._parts[0].runs.popleft()
+            if not self._parts[0].runs:
+                self._parts.popleft()
+
+    def known(self, keys: Sequence[BlockKey]) -> int:
+        """How many leading ones are known, and stay so while half of `blocks_max` come."""
+        lasting = [part for part in self.parts if 2 * (self._count - part.runs[0].first) <= self._blocks_max]
+        at, before = 0, -1
+        while before < at < len(keys):
+            before = at
+            for part in lasting:
+                at += len(list(takewhile(part.numbers.__contains__, islice(keys, at, None))))
+        return at
 
 
 class BlockEvents(ABC):
@@ -93,8 +131,7 @@ class BlockEvents(ABC):
         self._tiers = frozenset(tiers)
         self._block_tokens = block_tokens
         self._known_max = known_max
-        self._count = 0  # blocks ever remembered
-        self._recent, self._older = _Known(), _Known()  # forgotten as a whole: one by one would take longer
+        self._latest = _Latest(known_max)
         self._told: deque[Passage] = deque()  # of blocks that are announced next; written to on any thread
         self._kept, self._kept_before = _Known(), _Known()  # those that were told of for the last two `take`s
         self._announcer: Announcer | None = None
@@ -116,15 +153,11 @@ class BlockEvents(ABC):
         """Remember what the blocks of a request's chain hold, from `start` on: `passage_of` those from some depth on.
         Only its `lasting` first may lie on a disk."""
         keys = list(chain[start:])
-        known, passage = len(list(takewhile(self._recent.numbers.__contains__, keys))), None
+        known, passage = self._latest.known(keys), None
         if known < len(keys):
             new = keys[known:]
             passage = passage_of(new, start + known)
-            if 2 * (self._recent.blocks + len(new)) > self._known_max and self._recent.runs:
-                longest = 2 * self._recent.blocks > self._known_max
-                self._recent, self._older = _Known(), _Known() if longest else self._recent
-            self._recent.add(KnownRun(self._count, passage, session))
-            self._count += len(new)
+            self._latest.add(passage, session)
         announcer, stop = self._announcer, min(lasting, len(chain))
         if announcer is not None and (first := announcer.described(chain, start, stop)) < stop:
             if passage is None or (first, stop) != (start + known, len(chain)):  # mostly it is the one that is known
@@ -135,7 +168,7 @@ class BlockEvents(ABC):
         """The engine has new weights: no block reported until now can be found any more."""
         self.events.take()
         self._told.clear()
-        self._recent, self._older = _Known(), _Known()
+        self._latest = _Latest(self._known_max)
         self._cleared = True
 
     def take(self) -> Iterable[Any]:
@@ -164,19 +197,20 @@ class BlockEvents(ABC):
         by now, or with the next call."""
         if not self._told:
             return
-        self._kept, self._kept_before = _Known(), self._kept
+        self._kept, self._kept_before, count = _Known(), self._kept, 0
         while self._told:
             passage = self._told.popleft()
             self._hear(passage)
-            self._kept.add(KnownRun(self._count, passage))
-            self._count += len(passage.keys)
+            self._kept.add(KnownRun(count, passage))
+            count += len(passage.keys)
 
     def _stored(self, keys: Sequence[BlockKey], tier: str) -> Iterable[Any]:
         """One event per stretch of consecutive blocks of one request."""
+        known = (*self._latest.parts, self._kept, self._kept_before)
         begin = 0
         while begin < len(keys):
-            known = (self._recent, self._older, self._kept, self._kept_before)
-            found = next((found for some in known if (found := some.find(keys[begin])) is not None), None)
+            key = keys[begin]
+            found = next((found for some in known if key in some.numbers and (found := some.find(key))), None)
             if found is None:
                 begin += 1
                 continue

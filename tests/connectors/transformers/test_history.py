@@ -95,6 +95,25 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("options", "reason"),
         [
+            ({"num_beams": 2}, "layer 0 holds"),
+            ({"do_sample": True, "num_return_sequences": 3}, "layer 0 holds"),
+            ({"use_cache": False}, "tokens were given"),
+        ],
+        ids=["beams", "several answers", "no use of the cache"],
+    )
+    def test_answers_of_several_rows_or_of_no_cache(
+        self, config: Any, model: Any, options: dict[str, Any], reason: str
+    ) -> None:
+        ids = prompt(40)
+        with PrefixCache(config(), model, tiers=[]) as prefixes:
+            cache, _ = prefixes.fetch(ids)
+            ones = torch.ones_like(ids)
+            output = model.generate(ids, attention_mask=ones, past_key_values=cache, max_new_tokens=8, **options)
+            refused(prefixes, output[:1], cache, reason)
+
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
             ({"position_ids": torch.arange(7, 47)[None]}, "positions"),
             ({"attention_mask": torch.tensor([[0] * 3 + [1] * 37])}, "padding"),
             ({"attention_mask": torch.zeros((1, 1, 40, 40))}, "attention mask"),

@@ -7,6 +7,7 @@ import os
 import sys
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 
@@ -225,6 +226,30 @@ def test_what_requests_hold_is_remembered_of_the_last_ones() -> None:
         tokens = [event.token_ids for event in events.take()]
         known = [number for number in range(number + 1) if [number] * SIZE * size in tokens]
         assert known == list(range(known[0], number + 1)) and min(number + 1, 2) <= len(known) <= 4
+
+
+def test_a_request_forgets_no_more_than_it_brings() -> None:
+    """The engine's step waits for it: memory of many requests is not let go of at once, nor their names sorted anew."""
+
+    class Tokens(list[int]):
+        """That can be counted."""
+
+    class Prompt(list[int]):
+        def __getitem__(self, place: Any) -> Any:
+            return held.setdefault(len(asked), Tokens(super().__getitem__(place)))
+
+    asked: list[int] = []
+    held: WeakValueDictionary[int, Tokens] = WeakValueDictionary()
+    events, size, gone = KVEvents(SIZE, "full_attention", known_max=64 * 4), 4, []
+    for number in range(200):
+        asked.append(number)
+        before = set(held)
+        request = SimpleNamespace(all_token_ids=Prompt([number] * SIZE * size), lora_request=None)
+        events.remember(request, chain_of(sample_namespace(), size, number), 0)
+        gone.append(len(before - set(held)))
+    assert gone == [0] * 64 + [1] * 136
+    parts = list(events._latest.parts)
+    assert max(len(part.numbers) for part in parts) <= 64 * 4 // 4 and len(parts) <= 10
 
 
 def test_requests_for_the_same_prompt_take_no_more_memory() -> None:

@@ -20,16 +20,21 @@ Start = Callable[..., Any]
 GROUPS = swept()
 
 
-def answers(engine: Any, rows: list[Row], adapter: Path) -> list[tuple[Any, dict[str, int]]]:
-    """What each row's requests got, and what they read."""
+def answers(engine: Any, rows: list[Row], adapter: Path, *, loads: bool = True) -> list[tuple[Any, dict[str, int]]]:
+    """What each row's requests got, and what they read. A request of several answers tells what the last of them read,
+    which is nothing where the first has loaded the prompt into the engine's own cache: then, what the engine counted.
+    """
     found = []
     for place, row in enumerate(rows):
         prompts = [prompt(10 * place + seed, row.length) for seed in range(row.count)]
         asked = {**row.asked, **({"adapter": ["tuned", 1, str(adapter)]} if row.asked.get("adapter") else {})}
+        several, read = loads and "n" in row.asked.get("sampling", {}), dict[str, int]()
+        before = engine.counters().get("tokens_read_g2", 0) if several else 0
         got = engine.ask(prompts=prompts, **asked)
-        read: dict[str, int] = {}
         for one in got:
             read |= one["read"]
+        if several:
+            read["g2"] = engine.counters().get("tokens_read_g2", 0) - before
         found.append(([one["all"] for one in got], read))
     return found
 
@@ -55,7 +60,7 @@ def test_a_configuration_gives_the_tokens_of_a_plain_engine(
     model = {"model": options.pop("model")} if "model" in options else {}
     options = {**options, "enable_prefix_caching": caching}
     plain = start(config=None, engine=options, **model)
-    right = [got for got, _ in answers(plain, rows, adapter)]
+    right = [got for got, _ in answers(plain, rows, adapter, loads=False)]
     asked = [prompt(900 + i // 2, 200) + prompt(950 + i, 100) for i in range(6)]
     right_in_storm = [plain.generate(prompts=[one])[0]["tokens"] for one in asked]
     plain.kill()
