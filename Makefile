@@ -158,7 +158,7 @@ coverage: $(READY) types
 		tests/tiers/device tests/kernels/test_plan.py tests/kernels/test_device_pool.py
 	PYTHONPATH=$(CURDIR)/build/types $(BIN)/python -m coverage report --fail-under=100
 
-COVERED := PYTHONPATH=$(CURDIR)/build/types
+COVERED := COVERED=$(CURDIR) PYTHONPATH=$(CURDIR)/build/types
 # All of the package by the quick tests, least first. Tests with a time limit may fail: lines are counted all the same.
 coverage-package: $(READY) $(SGLANG)/.ready types
 	rm -f build/coverage-package*

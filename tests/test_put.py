@@ -13,6 +13,7 @@ from kvtier import put as put_module
 from kvtier.manager.put_guarantee import PutGuarantee
 from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payload_of, sample_namespace
 from kvtier.tiers.host.index import SlotIndex
+from kvtier.tiers.protocol import Sealed, Stored
 
 MIB = 1 << 20
 BLOCK = 2 * MIB
@@ -115,6 +116,23 @@ async def test_a_put_cancelled_while_it_waits_for_space_gives_back_its_guarantee
         assert cache.stats()["requests"]["promises"]["guaranteed"] == resident < 8
         tier.faults.clear()
         clock.advance(1e4)
+
+
+class Full(MemoryTier):
+    async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
+        return [Stored.FULL] * len(blocks)
+
+
+async def test_a_put_that_waits_above_a_full_tier_does_not_evict_its_own_head() -> None:
+    """What it says was accepted can be served."""
+    clock, chain = VirtualClock(), chain_of(NS, 24)
+    async with kvtier.aopen(kvtier.Config.parse(CONFIG), NS, tiers=[Full(NS, clock)], clock=clock) as cache:
+        demoter, capacity = cache.manager.demoter, cache.manager.host.capacity
+        putting = asyncio.create_task(cache.put(chain, buffers_of(chain), timeout=5.0))
+        await until(lambda: putting.done() or demoter.dropped >= capacity)
+        await asyncio.sleep(0.05)
+        clock.advance(10)
+        assert await putting == cache.manager.prefix(chain) == capacity < len(chain)
 
 
 async def test_a_put_that_fails_leaves_the_guarantees_of_another_put_of_the_same_blocks(
