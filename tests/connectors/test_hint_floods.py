@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -43,7 +44,7 @@ def session_below(world: World, tenant: Scope) -> list[BlockKey]:
 def test_prefetches_of_many_tenants_leave_room_for_requests(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Below a tier that does not answer."""
     prompts = {tenant: session_below(world, tenant) for tenant in TENANTS}
-    going_on = standing_still(world, monkeypatch)
+    _, going_on = standing_still(world, monkeypatch)
     fetch = action("kv.prefetch", session_id="s")
     said = [world.outcomes(tenant, PROMPTS[tenant][0], fetch)[0] for tenant in prompts]
     assert said == ["clipped", "clipped", "deferred"]
@@ -58,8 +59,9 @@ def test_prefetches_of_many_tenants_leave_room_for_requests(world: World, monkey
 def test_a_session_may_end_while_it_is_fetched(world: World, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     chain = session_below(world, A)
     world.outcomes(A, chain, keep(4 * TOKENS))
-    going_on = standing_still(world, monkeypatch)
+    reading, going_on = standing_still(world, monkeypatch)
     assert world.outcomes(A, PROMPTS[A][0], action("kv.prefetch", session_id="s")) == ["clipped"]
+    assert reading.wait(5), "a purge that comes before the tier is asked leaves nothing to fetch"
     if end == "evict":
         world.cache.evict("g2")
     elif end == "purge":
@@ -76,11 +78,13 @@ def test_a_session_may_end_while_it_is_fetched(world: World, monkeypatch: pytest
     )
 
 
-def standing_still(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """The tier below answers no read until the returned function is called, which waits for the prefetches."""
-    goes_on, read = asyncio.Event(), world.tier.read
+def standing_still(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, Callable[[], None]]:
+    """The tier below answers no read until the returned function is called, which waits for the prefetches. The event
+    is set when the tier was asked."""
+    goes_on, read, reading = asyncio.Event(), world.tier.read, threading.Event()
 
     async def stuck(*arguments: Any) -> Any:
+        reading.set()
         await goes_on.wait()
         return await read(*arguments)
 
@@ -94,7 +98,7 @@ def standing_still(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
             world.cache.submit(asyncio.sleep(0.001)).result(5)
 
     monkeypatch.setattr(world.tier, "read", stuck)
-    return go_on
+    return reading, go_on
 
 
 async def _call(done: Callable[[], object]) -> None:
