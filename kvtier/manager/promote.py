@@ -33,6 +33,9 @@ from kvtier.times import Mono, Wall
 GRACE_S = 1.0
 """How long `close` still waits for loads that nobody waits for."""
 
+LOADS_AT_ONCE = 16
+"""Of one request: more would be ahead of other requests' in the tier's queue, and might end in one turn of the loop."""
+
 _SMOOTHING = 0.2
 
 _Load = asyncio.Task[Outcomes]
@@ -224,6 +227,10 @@ class Promoter:
                     if part[0] > stop:
                         found.update(dict.fromkeys(part, Miss.NO_ROOM))
                         continue
+                    before = [load for load, _ in mine[-LOADS_AT_ONCE:][:1]] if len(mine) >= LOADS_AT_ONCE else []
+                    if not await self._wait(before, deadline):
+                        found.update(dict.fromkeys(part, Miss.LATE))
+                        continue
                     joined, reserved = self._reserve(chain, part, found)
                     shared += ((load, name, depths) for load, depths in joined.items())
                     if reserved:
@@ -313,14 +320,15 @@ class Promoter:
                     outcome = loaded if isinstance(loaded, Miss) else Miss.EVICTED
                 found[index] = Miss.LATE if outcome is Miss.PENDING else outcome
 
-    async def _wait(self, loads: Iterable[_Load], deadline: Mono) -> None:
-        """Until all have ended, or the deadline. One after the other: a wait for a thousand that end together would be
-        called a thousand times in one turn."""
+    async def _wait(self, loads: Iterable[_Load], deadline: Mono) -> bool:
+        """Until all have ended, or the deadline; whether all have. One after the other: a wait for a thousand that end
+        together would be called a thousand times in one turn."""
         for load in list(loads):
             if not load.done():
                 done, _ = await asyncio.wait({load}, timeout=max(0.0, deadline - self._clock.monotonic()))
                 if not done:
-                    return
+                    return False
+        return True
 
     def _start(
         self, name: str, chain: Sequence[BlockKey], reserved: Sequence[tuple[int, Slot]], deadline: Mono
@@ -355,6 +363,7 @@ class Promoter:
 
         steps = ending()
         try:
+            await self._turns.next()
             try:
                 targets = [Target(index, slot.pieces) for index, slot in reserved]
                 results = await tier.read(chain, targets, deadline)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -32,6 +33,8 @@ OWED_MAX = 65_536
 """Purges that are remembered for tiers which do not take them; beyond, one is refused before it has any effect."""
 
 _APPLIED = 512  # tombstones that take force in one hold of the lock
+_NUMBERED_S = 5.0
+"""A purge waits so long for tiers that are to know it by its number in the log, too; `sync` asks the others."""
 _ROUNDED_S = 0.001
 """Stores round the time of a purge up to what they can hold."""
 
@@ -78,7 +81,10 @@ class Purger:
             count += answer
         await self._protection.expire(None)
         if self._hierarchy.purge_log() is not None:
-            await self.sync()  # new blocks are stored behind its entry
+            news = await self._learn(None)  # new blocks are stored behind its entry
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_NUMBERED_S):
+                    await asyncio.gather(*(self._spread(tier, known, tenants) for tier, known in news.asked))
         for name in left_out:
             raise TierError(name, "purge", "it is not open: it takes the purge when it is")
         return count
@@ -142,6 +148,18 @@ class Purger:
         return not self._synced and not self._hierarchy.position
 
     async def _sync(self, joining: Metered | None) -> list[Metered]:
+        news = await self._learn(joining)
+        done = await asyncio.gather(*(self._spread(tier, known) for tier, known in news.asked))
+        remember = [tier for (tier, _), has_all in zip(news.asked, done, strict=True) if has_all]
+        if set(self._lower.values()) <= set(remember):
+            self._hierarchy.log_memory = news.read.memory or self._hierarchy.log_memory
+        elif news.first:  # a tier may give back what they cover
+            await self._enforce(news.local)
+        return remember
+
+    async def _learn(self, joining: Metered | None) -> _News:
+        """Ask the tiers for their purges, which are in force in G2 and owed to those that lack them when this
+        returns. `joining` is to remember everything."""
         latest, seen = self.owed(), self._seen.copy()
         tiers = [tier for tier in self._lower.values() if not tier.resting]
         if joining is not None:
@@ -165,23 +183,15 @@ class Purger:
         local = self._local(latest, logged)
         if not first:  # at the first look there is nothing in G2
             await self._enforce(local)
+        read = after if after.position == last else before  # a look-up may have read further than the answer goes
         with self._hierarchy.lock:
             self._hierarchy.position = max(last, self._hierarchy.position)
             if any(tier.purge_log() is not None for tier, _ in asked):
-                listed = after if after.position == last else before
-                self._hierarchy.proven_at = max(self._hierarchy.proven_at, min(began, listed.at))
+                self._hierarchy.proven_at = max(self._hierarchy.proven_at, min(began, read.at))
         await self._protection.expire(None)
         await self._owe(latest, dict(asked), last)
         self._seen = seen  # what was new is owed now
-        done = await asyncio.gather(*(self._spread(tier, known) for tier, known in asked))
-        remember = [tier for (tier, _), has_all in zip(asked, done, strict=True) if has_all]
-        if set(self._lower.values()) <= set(remember):
-            # A look-up may have read further than the answer goes.
-            read = after if after.position == last else before
-            self._hierarchy.log_memory = read.memory or self._hierarchy.log_memory
-        elif first:  # a tier may give back what they cover
-            await self._enforce(local)
-        return remember
+        return _News(asked, local, read, first)
 
     async def _owe(
         self, latest: Mapping[Scope, Wall], known: Mapping[Metered, Mapping[Scope, Wall]], last: int
@@ -259,10 +269,13 @@ class Purger:
         with self._hierarchy.lock:
             return [*self._host.filling(), *self._host.refusals.table.quarantined()]
 
-    async def _spread(self, tier: Metered, known: Mapping[Scope, Wall]) -> bool:
-        """Purge in one tier what it owes and is not `known` to have, until it fails. Whether it has all now."""
+    async def _spread(
+        self, tier: Metered, known: Mapping[Scope, Wall], tenants: Collection[Scope] | None = None
+    ) -> bool:
+        """Purge in one tier what it owes, of these tenants or of all, and is not `known` to have, until it fails.
+        Whether it has that now."""
         try:
-            for part in slices(list(tier.owed.items())):
+            for part in slices([owed for owed in tier.owed.items() if tenants is None or owed[0] in tenants]):
                 for scope, before in part:
                     if _lacks(known, scope, before):
                         await tier.purge(scope, before)
@@ -287,6 +300,16 @@ class _Read(NamedTuple):
             return cls(Mono("-inf"), b"", 0)
         at, memory, position = log.read_at, log.memory(), log.position
         return cls(at, memory if position else b"", position)
+
+
+class _News(NamedTuple):
+    """`asked`: the tiers that answered, with the purges that they have; `local`: those that were new, as times of this
+    process; `read`: how far the log was read, as far as the answers go."""
+
+    asked: list[tuple[Metered, Mapping[Scope, Wall]]]
+    local: dict[Scope, Wall]
+    read: _Read
+    first: bool
 
 
 def _add(purges: dict[Scope, Wall], more: Iterable[tuple[Scope, Wall]]) -> None:

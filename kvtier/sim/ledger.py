@@ -100,7 +100,8 @@ class Ledger:
         for key in keys:
             put = self._put_began.get(key, -inf)
             forbidden = put < floors.get(tenant_of(scope_of_key(key)), -inf)
-            out[key] = Before(now, put, self._put_ended.get(key, -inf), self._used.get(key, -inf), forbidden)
+            put_ended = now if self._putting[key] > 0 else self._put_ended.get(key, -inf)
+            out[key] = Before(now, put, put_ended, self._used.get(key, -inf), forbidden)
         return out
 
     def compare(self, keys: Sequence[BlockKey], blocks: Sequence[bytes], before: Mapping[BlockKey, Before]) -> None:

@@ -18,10 +18,12 @@ CHAINS = 8
 
 SCOPES = (
     scope_of("a"), scope_of("b"), scope_of("blink"), scope_of(None), scope_of("a", b"adapter"), scope_of("brief"),
+    scope_of("fresh"),
 )  # fmt: skip
 SALTS: Mapping[int, tuple[str | None, Scope]] = {
     0: ("a", tenant_of(SCOPES[0])), 1: ("b", tenant_of(SCOPES[1])), 2: ("blink", tenant_of(SCOPES[2])),
     3: (None, tenant_of(SCOPES[3])), 4: ("a", tenant_of(SCOPES[4])), 5: ("brief", tenant_of(SCOPES[5])),
+    6: ("fresh", tenant_of(SCOPES[6])),
 }  # fmt: skip
 """By number of the scope: the salt that purges it, and its tenant."""
 
@@ -48,9 +50,9 @@ def chain_of_step(args: Mapping[str, Any]) -> list[BlockKey]:
     return list(_chains(args["scope"])[args["chain"]][: args["blocks"]])
 
 
-def fresh_chain(number: int, blocks: int = 4) -> list[BlockKey]:
-    """A chain that nobody has put."""
-    return _keys(SCOPES[1], [1 << 20 | number] * (blocks * NAMESPACE.block_tokens))
+def fresh_chain(scope: int, number: int, blocks: int = 4) -> list[BlockKey]:
+    """A chain that nobody has put. Scope 6 is in no history."""
+    return _keys(SCOPES[scope], [1 << 20 | number] * (blocks * NAMESPACE.block_tokens))
 
 
 @cache

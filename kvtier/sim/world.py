@@ -73,6 +73,7 @@ class World:
         self._config = _config(
             history.tiers, history.slots, history.stride, history.purge, history.policy, history.quota
         )
+        self._fresh = 6 if history.quota else 1  # a scope whose guaranteed blocks do not fill its quota
         self._leapt = 0.0
         self._processes = OUTSIDE
         self._running: list[asyncio.Task[None]] = []
@@ -276,6 +277,9 @@ class World:
         await asyncio.sleep(QUIET_S)  # purges that were cancelled or failed are under way until then
         for host in self.hosts:
             await self._settled(host, healed)
+        landed = self._loop.time()  # the last entry of the purge log was written by then
+        for host in self.hosts:
+            await self._settled(host, landed)
         for host in self.hosts:
             await self._stores(host)
         await self._purges()
@@ -286,18 +290,21 @@ class World:
         manager, ends = host.cache.manager, self._loop.time() + HEALED_S
         while True:
             flushed = await self._within(host, host.cache.flush(5.0), 5.0 + GRACE_S, "flush")
-            await self._within(host, host.cache.match(fresh_chain(99)), GRACE_S, "match")  # a breaker probes by calls
+            await self._within(
+                host, host.cache.match(fresh_chain(1, 99)), GRACE_S, "match"
+            )  # a breaker probes by calls
             table = manager.host._table
             pinned = sum(pins > 0 for pins in table.pins)
             sick = [tier.name for tier in manager.lower.values() if not tier.healthy()]
             behind = "g4" in self.history.tiers and manager.hierarchy.proven_at < healed
-            held = (pinned, manager.host.quarantined, len(manager.host.filling()), flushed.pending)
+            owed = len(manager._purger.owed())
+            held = (pinned, manager.host.quarantined, len(manager.host.filling()), flushed.pending, owed)
             if not any(held) and not sick and not manager.lower.out and not behind:
                 return
             if self._loop.time() > ends:
                 out = {name: left.reason for name, left in manager.lower.out.items()}
                 raise Wrong(
-                    f"host {host.number} is not well after {HEALED_S:g} s: pinned, quarantined, filling, pending "
+                    f"host {host.number} is not well after {HEALED_S:g} s: pinned, quarantined, filling, pending, owed "
                     f"{held}, sick {sick}, left out {out}, behind the purge log {behind}"
                 )
             await asyncio.sleep(1.0)
@@ -305,7 +312,7 @@ class World:
     async def _stores(self, host: Host) -> None:
         """New blocks are taken in, reach every tier, and are there again after a kill, and for other machines."""
         assert host.cache is not None
-        chain = fresh_chain(host.number)
+        chain = fresh_chain(self._fresh, host.number)
         await self._store(host, chain)
         if not self.history.tiers:
             return
@@ -337,9 +344,9 @@ class World:
 
     async def _purges(self) -> None:
         """A purge is confirmed, and in force everywhere within its bound."""
-        host, chain = self.hosts[0], fresh_chain(0)
+        host, chain = self.hosts[0], fresh_chain(self._fresh, 0)
         try:
-            await self._within(host, self._client(host).purge(1), BOUND_S + GRACE_S, "purge")
+            await self._within(host, self._client(host).purge(self._fresh), BOUND_S + GRACE_S, "purge")
         except TierError as error:
             raise Wrong(f"a purge fails though all is well: {error}") from None
         await asyncio.sleep(BOUND_S + GRACE_S)

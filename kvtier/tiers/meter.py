@@ -190,8 +190,9 @@ class Metered(Wrapper):
             nullcontext(set[BlockKey]()) if residence is None else residence.verb() as removed,
         ):
             results = await self.inner.read(chain, targets, deadline)
-            loaded = sum(isinstance(result, Loaded) for result in results)
-            told(verified=loaded, corrupt=results.count(Miss.CORRUPT), bytes=loaded * self.block_bytes)
+            misses = [result for result in results if isinstance(result, Miss)]
+            loaded = len(results) - len(misses)
+            told(verified=loaded, corrupt=misses.count(Miss.CORRUPT), bytes=loaded * self.block_bytes)
             if residence is not None:
                 pairs = [(chain[target.index], result) for target, result in zip(targets, results, strict=True)]
                 residence.found([key for key, result in pairs if isinstance(result, Loaded)], removed)
@@ -199,7 +200,7 @@ class Metered(Wrapper):
         took_s = self._clock.monotonic() - began
         self.loaded += loaded
         self.read_bytes += loaded * self.block_bytes
-        self.misses.update(result for result in results if isinstance(result, Miss))
+        self.misses.update(misses)
         self.read_latency.add(took_s)
         if loaded:
             sample, old = took_s / loaded, self._read_s_per_block

@@ -11,6 +11,7 @@ import pytest
 import kvtier
 from kvtier.clock import Clock, SystemClock
 from kvtier.identity.keys import BlockKey
+from kvtier.manager.promote import LOADS_AT_ONCE
 from kvtier.retention.terms import Depth
 from kvtier.testing import Fault, FaultyTier, MemoryTier, chain_of, payloads_of, sample_namespace
 from kvtier.testing.short_slices import slices_of
@@ -312,3 +313,36 @@ async def test_pins_go_though_their_release_is_cancelled_before_it_begins(monkey
                 task.cancel()
             await until(lambda: not cache.manager.host.pinned)
         cache.manager.check()
+
+
+class Crowded(MemoryTier):
+    """Knows how many reads were under way at once, each of which takes `read_s`."""
+
+    read_s, now, most = 0.0, 0, 0
+
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(self.read_s)
+        self.now -= 1
+        return await super().read(chain, targets, deadline)
+
+
+async def test_a_long_prompt_leaves_the_tier_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many loads, of which a bound is under way; those behind the deadline are not begun."""
+    monkeypatch.setattr("kvtier.manager.slices.LOADED_BLOCKS", 1)
+    tier, chain = Crowded(NS, SystemClock()), chain_of(NS, 3 * LOADS_AT_ONCE)
+    async with kvtier.aopen(CONFIG, NS, tiers=[tier]) as cache:
+        await cache.put(chain, payloads_of(chain, BLOCK))
+        await cache.flush()
+        await cache.evict("g2")
+        tier.read_s = 0.5
+        async with cache.get(chain, 0.1) as hit:
+            assert len(hit.blocks) == 0 and hit.miss == "late"
+        assert tier.most == LOADS_AT_ONCE == cache.manager.promoter.overdue
+        tier.read_s = 0.0
+        await asyncio.gather(*cache.manager.promoter._abandoned)
+        async with cache.get(chain, 10) as hit:
+            assert [bytes(block) for block in hit.blocks] == payloads_of(chain, BLOCK)
+        assert tier.most == LOADS_AT_ONCE
+        cache.check()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from kvtier.sim import History, Played, make_history, play, shrink
 from kvtier.testing import verification_off
 from kvtier.tiers.host.refusals import Refusals
 
+HISTORIES = Path(__file__).parent / "histories"
 DIGESTS = "from kvtier.sim import make_history, play; print([play(make_history(seed)).digest for seed in range(4)])"
 
 
@@ -70,6 +72,11 @@ def test_the_histories_say_something() -> None:
     said = "\n".join(line for one in played for line in one.lines)
     for word in ("from g4", "from g3", "from g2", "given up", "computed", "preempted", "kill", "purge: ", "pin: "):
         assert word in said, word
+
+
+@pytest.mark.parametrize("file", sorted(HISTORIES.glob("*.json")), ids=lambda file: file.stem)
+def test_histories_that_once_failed_pass(file: Path) -> None:
+    assert not play(History.decode(file.read_bytes())).failure
 
 
 def test_wrong_bytes_would_show() -> None:
