@@ -109,13 +109,14 @@ def write_filled_up(path: Path) -> None:
 
 
 def write_state(path: Path) -> None:
-    """Two layers in three keep a state, which fits into a page of 32 tokens. It forgets slowly: as made, it would
-    forget a token within the next one, and nobody would notice a wrong state."""
+    """Two layers in three keep a state, which fits into a page of 32 tokens, also in the four bytes a number that CPUs
+    without AMX keep. It forgets slowly: as made, it would forget a token within the next one, and nobody would notice a
+    wrong state."""
     from transformers import Qwen3NextConfig
 
     _write_causal(path, Qwen3NextConfig(
         **_TOKENS, hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=64, max_position_embeddings=4096, pad_token_id=0, num_experts=4,
+        num_key_value_heads=8, head_dim=64, max_position_embeddings=4096, pad_token_id=0, num_experts=4,
         num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64, decoder_sparse_step=1,
         mlp_only_layers=[], linear_num_value_heads=2, linear_num_key_heads=1, linear_key_head_dim=64,
         linear_value_head_dim=64, linear_conv_kernel_dim=4, initializer_range=0.15,

@@ -265,11 +265,14 @@ class Faults:
     def strike_process(self, number: int, every: float, seconds: float = 0.0) -> None:
         """The process that works for G3 gets a signal again and again, and SIGCONT `seconds` later, until
         `spare_process`."""
-        spared = self._faults["spared"] = threading.Event()
+        spared, tier = threading.Event(), self.cache.manager.lower["g3"]
+        while not hasattr(tier, "_server"):
+            tier = tier.inner
+        self._faults["spared"] = spared
 
         def strike() -> None:
             while not spared.wait(every):
-                server = self.cache.manager.lower["g3"].inner.inner._server
+                server = tier._server
                 if server is None:
                     continue
                 self._struck += 1
