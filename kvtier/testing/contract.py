@@ -44,8 +44,8 @@ async def check_tier(
     """
     namespace = sample_namespace(block_bytes)
     for step in (
-        _absent_at_first, _round_trip, _split_pieces, _present_again, _other_names_miss, _expiry, _eviction, _purge,
-        _deadline_past, _concurrency,
+        _absent_at_first, _round_trip, _gaps, _split_pieces, _present_again, _other_names_miss, _expiry, _eviction,
+        _purge, _deadline_past, _concurrency,
     ):  # fmt: skip
         await _with_tier(make_tier, namespace, clock, step)
     if renews:
@@ -91,6 +91,16 @@ async def _round_trip(tier: Tier, make: object, namespace: Namespace, clock: _Mo
     for index, buffer in zip(some, buffers, strict=True):
         assert buffer == payload_of(chain[index], tier.block_bytes), f"block {index} alone came back wrong"
     assert tier.usage().blocks >= len(chain)
+
+
+async def _gaps(tier: Tier, make: object, namespace: Namespace, clock: _MovableClock) -> None:
+    """Blocks that go down alone, of a chain some of whose blocks may not."""
+    if tier.stride > 1:
+        return
+    chain, some = chain_of(namespace, 6, seed=16), [1, 2, 5]
+    results = await tier.write(seal(chain, some, tier.block_bytes, clock.wall()), clock.monotonic() + _DEADLINE_S)
+    assert all(result.durable for result in results), results
+    assert await _here(tier, chain, clock) == some
 
 
 async def _split_pieces(tier: Tier, make: object, namespace: Namespace, clock: _MovableClock) -> None:

@@ -206,7 +206,7 @@ class Guarded(Wrapper):
             try:
                 results = await self._overdue(self.inner.write(blocks, deadline), deadline, True)
             except KeyUnavailable as error:
-                log.debug("%s: a block could not be encrypted: %s", self.name, error)
+                log.debug("%s: a block could not be encrypted: %s", self.name, str(error))
                 return [Stored.NO_KEY] * len(blocks)
             self._each("write", results, blocks)
             if Stored.FAILED in results:
@@ -384,7 +384,8 @@ class Guarded(Wrapper):
     def _failed(self, verb: str, error: Exception) -> None:
         level = logging.DEBUG if self.breaker.errors else logging.WARNING
         self.breaker.failed()
-        log.log(level, "%s: %s failed: %s: %s", self.name, verb, type(error).__name__, error)
+        # Its text: a handler that keeps its records would keep the error's frames, and with them the caller's memory.
+        log.log(level, "%s: %s failed: %s: %s", self.name, verb, type(error).__name__, str(error))
 
     def _judge(self, results: Sequence[object], patient: bool) -> None:
         """Report to the breaker what a lookup or read came to: lateness only if the tier was given time enough."""

@@ -7,6 +7,7 @@ import gc
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -208,3 +209,33 @@ async def test_the_failure_of_a_call_whose_caller_was_cancelled_meanwhile_is_nob
     gc.collect()
     assert reported == []
     await guard.close(clock.monotonic() + 1)
+
+
+class KeepingTier(MemoryTier):
+    """Fails, with a frame that has the caller's memory."""
+
+    async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
+        raise OSError(5, "no medium")
+
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
+        raise OSError(5, "no medium")
+
+
+async def test_what_is_logged_of_a_failure_keeps_no_memory_of_the_caller(caplog: pytest.LogCaptureFixture) -> None:
+    """A handler may keep its records: G2's memory would stay for as long."""
+    clock, memory = VirtualClock(), bytearray(BLOCK)
+    with caplog.at_level(logging.DEBUG):
+        for verb in ("write", "read"):
+            guard = Guarded(KeepingTier(NS, clock), clock)
+            await guard.open()
+            if verb == "write":
+                blocks = seal(KEYS, range(1), BLOCK, clock.wall())
+                blocks = [replace(block, pieces=(memoryview(memory),)) for block in blocks]
+                await guard.write(blocks, clock.monotonic() + 1)
+                del blocks
+            else:
+                await guard.read(KEYS, [Target(0, (memoryview(memory),))], clock.monotonic() + 1)
+            await guard.close(clock.monotonic() + 1)
+    assert caplog.text.count("no medium") == 2
+    gc.collect()
+    memory.append(0)  # BufferError while a view is left

@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from kvtier.errors import ClosedError
-from kvtier.supervisor import abandon
+from kvtier.supervisor import abandon, soon
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_UNWIND_S = 0.05
+"""Time that tasks have to undo their work which began while the others were ended."""
 
 
 class LoopThread:
-    """Runs coroutines for callers on other loops. Belongs to the process that started it."""
+    """Runs coroutines for callers on other loops. Belongs to the process that started it. Whoever waits for it when it
+    ends gets ClosedError."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = 0
         self._ended: Future[None] = Future()
+        self._waiting: set[Callable[[], None]] = set()  # each tells a caller that the loop has ended
 
     def start(self) -> None:
         """Start the thread; returns when its loop runs. Blocks for microseconds."""
         ready = threading.Event()
         self._loop = loop = asyncio.new_event_loop()
+        self._waiting = waiting = set[Callable[[], None]]()
         self._pid = os.getpid()
         self._ended = ended = Future[None]()
         ended.set_running_or_notify_cancel()  # nobody can cancel it
@@ -40,6 +48,8 @@ class LoopThread:
                 loop.run_forever()
                 loop.close()
             finally:
+                for tell in list(waiting):  # it takes no more work: theirs did not end, or did not begin
+                    tell()
                 ended.set_result(None)
 
         threading.Thread(target=main, name=self._name, daemon=True).start()
@@ -65,10 +75,10 @@ class LoopThread:
         return await self._run(work, abandon=True)
 
     async def _run(self, work: Coroutine[Any, Any, T], *, abandon: bool) -> T:
-        loop = self._loop
+        loop, waiting = self._loop, self._waiting
         if loop is None or not self.usable:
             work.close()
-            raise ClosedError(f"{self._name} is closed, or was opened in another process")
+            raise self._closed()
         caller = asyncio.get_running_loop()
         result: asyncio.Future[T] = caller.create_future()
         tasks: list[asyncio.Task[T]] = []
@@ -78,36 +88,62 @@ class LoopThread:
             tasks[0].add_done_callback(report)
 
         def report(task: asyncio.Task[T]) -> None:
-            with contextlib.suppress(RuntimeError):  # the caller's loop was closed meanwhile
-                caller.call_soon_threadsafe(_copy, task, result)
+            waiting.discard(tell)
+            soon(caller, _copy, task, result, self._closed())
 
-        loop.call_soon_threadsafe(launch)
+        def tell() -> None:
+            if not tasks:
+                work.close()
+            soon(caller, _fail, result, self._closed())
+
+        waiting.add(tell)
+        try:
+            loop.call_soon_threadsafe(launch)
+        except RuntimeError:  # it has ended meanwhile
+            waiting.discard(tell)
+            work.close()
+            raise self._closed() from None
         try:
             return await asyncio.shield(result)
         except asyncio.CancelledError:
-            loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            result.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody asks for it
+            soon(loop, lambda: tasks[0].cancel())
             while not abandon and not result.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([result])
-            if result.done() and not result.cancelled():
-                result.exception()
             raise
 
-    def stop(self, grace_s: float) -> Future[None]:
-        """Cancel all tasks, give them `grace_s` to end, and end the thread. Does not block; the future ends with the
-        thread. Idempotent."""
-        loop, self._loop = self._loop, None
-        if loop is None or self._pid != os.getpid():
-            return self._ended
+    def _closed(self) -> ClosedError:
+        return ClosedError(f"{self._name} is closed, or was opened in another process")
 
-        async def drain() -> None:
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    async def end_tasks(self, grace_s: float) -> None:
+        """Cancel every task on the thread's loop but the one that calls this, there, and give them `grace_s` to end."""
+        loop, me = asyncio.get_running_loop(), asyncio.current_task()
+        ends = loop.time() + grace_s
+        while tasks := asyncio.all_tasks() - {me}:  # some begin others as they end
             for task in tasks:
                 task.cancel()
                 abandon(task)
-            if tasks:
-                await asyncio.wait(tasks, timeout=grace_s)
-            loop.stop()
+            await asyncio.wait(tasks, timeout=max(0.0, ends - loop.time()))
+            if loop.time() >= ends:
+                return
+
+    def stop(self, ending: Coroutine[Any, Any, None], grace_s: float) -> Future[None]:
+        """Await `ending` on the loop, for at most `grace_s`, cancel all tasks, and end the thread, whatever becomes of
+        the caller. Does not block; the future ends with the thread. Idempotent."""
+        loop, self._loop = self._loop, None
+        if loop is None or self._pid != os.getpid():
+            ending.close()
+            return self._ended
+
+        async def drain() -> None:
+            try:
+                await _bounded(ending, grace_s)
+            except Exception as error:
+                log.debug("%s: at its end: %s: %s", self._name, type(error).__name__, error)
+            finally:
+                await self.end_tasks(_UNWIND_S)
+                loop.stop()
 
         asyncio.run_coroutine_threadsafe(drain(), loop)
         return self._ended
@@ -118,15 +154,21 @@ async def _bounded(work: Coroutine[Any, Any, T], budget_s: float | None) -> T:
         return await work
 
 
-def _copy(task: asyncio.Task[T], result: asyncio.Future[T]) -> None:
+def _copy(task: asyncio.Task[T], result: asyncio.Future[T], closed: ClosedError) -> None:
+    """What a task came to. One that was cancelled, but not for its caller, who does not ask any more, was closed."""
     if result.done():
         return
     if task.cancelled():
-        result.cancel()
+        result.set_exception(closed)
     elif (error := task.exception()) is not None:
         result.set_exception(error)
     else:
         result.set_result(task.result())
+
+
+def _fail(result: asyncio.Future[Any], error: ClosedError) -> None:
+    if not result.done():
+        result.set_exception(error)
 
 
 class CallersLoop:
@@ -146,8 +188,14 @@ class CallersLoop:
         """Await `work`."""
         return await work
 
-    def stop(self, grace_s: float) -> Future[None]:
-        """Ended already."""
+    async def end_tasks(self, grace_s: float) -> None:
+        """Those of its caller's loop are its caller's."""
+
+    def stop(self, ending: Coroutine[Any, Any, None], grace_s: float) -> Future[None]:
+        """Await `ending`, for at most `grace_s`. The future ends with that."""
         ended: Future[None] = Future()
-        ended.set_result(None)
+        ended.set_running_or_notify_cancel()  # nobody can cancel it
+        task = asyncio.ensure_future(_bounded(ending, grace_s))
+        task.add_done_callback(lambda _: ended.set_result(None))
+        abandon(task)
         return ended

@@ -149,21 +149,18 @@ class ObjectTier:
         budget_s = max(deadline - self._clock.monotonic(), 0.1)
         try:
             await self.flush(deadline)
-        except (TierError, TimeoutError):
+        except (TierError, ClosedError, TimeoutError):
             pass
         finally:
             self._pid = 0
+            # Now, and not by this task: it may be cancelled, and must not hang on a thread to spare.
+            ended = self._loop.stop(self._disconnect(budget_s / 8), budget_s / 2)
             try:
-                await self._loop.run(self._disconnect(budget_s / 2), budget_s)
-            except (TierError, TimeoutError, OSError):
+                async with asyncio.timeout(budget_s):
+                    await asyncio.wrap_future(ended)
+            except TimeoutError:
                 pass
             finally:
-                ended = self._loop.stop(budget_s / 2)  # now: it must not hang on a thread to spare
-                try:
-                    async with asyncio.timeout(budget_s):
-                        await asyncio.wrap_future(ended)
-                except TimeoutError:
-                    pass
                 self._started, self._synced, self._retry_at = False, float("-inf"), float("-inf")
                 self._store.index.clear()
 
@@ -173,8 +170,11 @@ class ObjectTier:
     async def _disconnect(self, wait_s: float) -> None:
         if self._syncing is not None:
             self._syncing.cancel()
-        await self._background.close(Mono(self._clock.monotonic() + wait_s))
-        await self._store.close()
+        try:
+            await self._background.close(Mono(self._clock.monotonic() + wait_s))
+            await self._loop.end_tasks(wait_s)  # first: they would start its threads and connections again
+        finally:
+            await self._store.close()
 
     def report_to(self, service: Service) -> None:
         """Tell `service`, on the tier's own loop, when a background task keeps failing. Call it before `open`."""
@@ -310,7 +310,7 @@ class ObjectTier:
     async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
         self._usable()
         for position, block in enumerate(blocks):
-            if block.index != blocks[0].index + position or blocks[0].index % self.stride:
+            if self.stride > 1 and (block.index != blocks[0].index + position or blocks[0].index % self.stride):
                 raise InvalidRequest(f"g4 takes consecutive blocks from a multiple of {self.stride} on")
             if sum(len(piece) for piece in block.pieces) != self.block_bytes:
                 raise InvalidRequest(f"block {block.index} does not have {self.block_bytes} bytes")

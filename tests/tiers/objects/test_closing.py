@@ -10,14 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvtier.testing import chain_of
+from kvtier.tiers.objects.bucket.local import LocalFiles
+from kvtier.tiers.objects.store import ObjectStore
 from kvtier.tiers.protocol import Stored
 from tests.tiers.objects.support.replicas import NS, Site
 
 
-async def no_loop_left() -> None:
+async def no_thread_left() -> None:
+    """Neither that of its loop, nor those that its bucket works on."""
     deadline = time.monotonic() + 5
-    while any(thread.name == "kvtier-g4" for thread in threading.enumerate()):
-        assert time.monotonic() < deadline, "the thread of its loop is left"
+    while left := [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtier-g4")]:
+        assert time.monotonic() < deadline, f"left: {left}"
         await asyncio.sleep(0.01)
 
 
@@ -25,6 +28,7 @@ async def test_its_loop_ends_while_all_threads_of_the_callers_loop_are_busy(site
     """And though its close is given up, as a guard does, and cancelled again, as an ending loop does."""
     over = threading.Event()
     tier = await site.replica()
+    await site.store(tier, chain_of(NS, 8))
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
     busy = asyncio.ensure_future(asyncio.to_thread(over.wait, 20))
     try:
@@ -35,7 +39,7 @@ async def test_its_loop_ends_while_all_threads_of_the_callers_loop_are_busy(site
             closing.cancel()
         with pytest.raises(asyncio.CancelledError):
             await closing
-        await no_loop_left()
+        await no_thread_left()
     finally:
         over.set()
         await busy
@@ -47,5 +51,31 @@ async def test_a_tier_that_was_closed_is_opened_again(site: Site) -> None:
         stored = await site.store(tier, chain)
         assert set(stored) == {Stored.PRESENT if opened else Stored.STORED}, tier.problem
         await tier.close(site.deadline)
-        await no_loop_left()
+        await no_thread_left()
         await tier.open()
+
+
+async def test_no_thread_begins_once_the_bucket_is_closed(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call under way then, which nobody waits for any more: a delete of many goes on to the next file at once."""
+    tier = await site.replica()
+    await site.store(tier, chain_of(NS, 64))
+    began, over, delete = threading.Event(), threading.Event(), LocalFiles.delete
+
+    def slow(files: LocalFiles, name: str, etag: str | None) -> bool:
+        began.set()
+        over.wait(5)
+        return delete(files, name, etag)
+
+    async def closed(store: ObjectStore) -> None:
+        await close(store)
+        over.set()
+        await asyncio.sleep(0.05)  # as where it has connections to end
+
+    close = ObjectStore.close
+    monkeypatch.setattr(LocalFiles, "delete", slow)
+    monkeypatch.setattr(ObjectStore, "close", closed)
+    evicting = asyncio.ensure_future(tier.evict(None))
+    assert await asyncio.to_thread(began.wait, 5)
+    await tier.close(site.deadline)
+    await asyncio.gather(evicting, return_exceptions=True)
+    await no_thread_left()
