@@ -11,7 +11,7 @@
      INTACT   the bytes of each entry's slot are its block's, as read and as they lie on the medium
      OWNED    a lane writes only into a slot that is reserved for it
      COUNTED  each held slot is of one entry; in the end no slot is reserved but what a lane keeps for later
-     CLOSED   a child is here only if its parent is, where nothing was purged
+     CLOSED   a child that is not purged is here only if its parent is, and is not purged
      SERVED   a read gives the bytes that its entry names, or none; no purge covers them that came before it
      SOUND    no read takes a sound block for damage
 
@@ -91,7 +91,7 @@ byte blocks = BLOCKS, kills = KILLS, faults = FAULTS, ahead = AHEAD;
 byte ended;
 
 #define HERE(name) (index[name].slot != NONE)
-#define LACKS_PARENT(name) (name == CHILD && !HERE(PARENT))
+#define LACKS_PARENT(name) (name == CHILD && !(HERE(PARENT) && index[PARENT].mark >= purges))
 #define LEAF(name) (HERE(name) && !(name == PARENT && HERE(CHILD)))
 #define WRITING(process) (process == 0 -> writing[0] || writing[1] : writing[2])
 #define BUSY(process) (process == 0 -> busy[0] || busy[1] : busy[2])
@@ -121,7 +121,7 @@ inline whole() {
         assert(slots[s].cache[1] == BYTES(n, index[n].mark));                             /* INTACT */
         assert(slots[s].medium[0] == BYTES(n, index[n].mark));                            /* INTACT */
         assert(slots[s].medium[1] == BYTES(n, index[n].mark));                            /* INTACT */
-        assert(purges || !LACKS_PARENT(n))                                                /* CLOSED */
+        assert(index[n].mark < purges || !LACKS_PARENT(n))                                /* CLOSED */
      :: else
      fi;
      n++

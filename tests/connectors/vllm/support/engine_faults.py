@@ -266,21 +266,21 @@ class Faults:
         """The process that works for G3 gets a signal again and again, and SIGCONT `seconds` later, until
         `spare_process`."""
         spared, tier = threading.Event(), self.cache.manager.lower["g3"]
-        while not hasattr(tier, "_server"):
+        while not hasattr(tier, "_worker"):
             tier = tier.inner
         self._faults["spared"] = spared
 
         def strike() -> None:
             while not spared.wait(every):
-                server = tier._server
-                if server is None:
+                worker = tier._worker
+                if worker is None:
                     continue
                 self._struck += 1
                 with suppress(ProcessLookupError):
-                    os.kill(server.process.pid, number)
+                    os.kill(worker.process.pid, number)
                     if seconds:
                         spared.wait(seconds)
-                        os.kill(server.process.pid, signal.SIGCONT)
+                        os.kill(worker.process.pid, signal.SIGCONT)
 
         threading.Thread(target=strike, daemon=True).start()
 
