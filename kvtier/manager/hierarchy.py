@@ -46,7 +46,7 @@ class ManagerLimits:
     g3_bytes: int = 0  # capacity of G3; 0: as it was opened
     g3_write_budget: float = 0.0  # bytes that may be written to G3 per day; 0: any
     queue_fraction: float = 0.5  # of G2's slots that may wait for a lower tier
-    overdue_fraction: float = 0.25  # of G2's slots that abandoned loads may hold
+    overdue_fraction: float = 0.25  # of G2's slots that abandoned loads may hold, each tier's the same share of it
     touched_max: int = 100_000
     reserved: float = 0.5  # of a tier's blocks that guarantees and pins may reserve
     store_threshold: int = 1  # requests that must have wanted a block before it is written below G2
@@ -186,6 +186,11 @@ class Hierarchy:
         was purged since. Under the lock."""
         until = self.host.refusals.purged_until(scope_of_key(chain[0]))
         return None if any(slot.life.born <= until for slot, _ in holds) else self.position
+
+    def is_clogged(self, tier: Metered) -> bool:
+        """Whether reads of a tier that do not end hold its share of G2: it is given no more, and is not looked into."""
+        share = self.host.capacity * self.limits.overdue_fraction / len(self.lower)
+        return tier.overdue >= max(1, int(share))
 
     # ── blocks ──────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -59,6 +59,10 @@ class Locator:
             stop = min(first + width, len(where))
             if part := [index for index in range(first, stop) if isinstance(where[index], Miss)]:
                 parts.append(part)
+        if self._hierarchy.is_clogged(tier):
+            for part in parts:
+                self._enter(tier.name, where, part, [Miss.NO_ROOM] * len(part))
+            return bool(parts)
         if len(parts) == 1:
             self._enter(tier.name, where, parts[0], await tier.lookup(chain, parts[0], deadline))
             return True

@@ -54,7 +54,6 @@ class Promoter:
         self._abandoned: set[_Load] = set()
         self._compute_s_per_block: float | None = None
         self._closed = False
-        self.overdue = 0  # slots of loads that nobody waits for any more
         self.late = 0  # blocks that arrived after their deadline
 
     # ── planning ────────────────────────────────────────────────────────────────────────────────────────────
@@ -217,7 +216,7 @@ class Promoter:
         outcome is in `found`, or it has not been looked at. What a task has read is pinned for its result: that goes to
         `found`, or is undone by `_abandon`.
         """
-        mine: list[tuple[_Load, Sequence[int]]] = []
+        mine: list[tuple[str, _Load, Sequence[int]]] = []
         shared: list[tuple[_Load, str, list[int]]] = []
         stop = len(chain)  # the first block that there is no slot for: later ones are of no use without it
         try:
@@ -227,28 +226,29 @@ class Promoter:
                     if part[0] > stop:
                         found.update(dict.fromkeys(part, Miss.NO_ROOM))
                         continue
-                    before = [load for load, _ in mine[-LOADS_AT_ONCE:][:1]] if len(mine) >= LOADS_AT_ONCE else []
+                    before = [mine[-LOADS_AT_ONCE][1]] if len(mine) >= LOADS_AT_ONCE else []
                     if not await self._wait(before, deadline):
                         found.update(dict.fromkeys(part, Miss.LATE))
                         continue
-                    joined, reserved = self._reserve(chain, part, found)
+                    joined, reserved = self._reserve(name, chain, part, found)
                     shared += ((load, name, depths) for load, depths in joined.items())
                     if reserved:
-                        mine.append((self._start(name, chain, reserved, deadline), [index for index, _ in reserved]))
+                        load = self._start(name, chain, reserved, deadline)
+                        mine.append((name, load, [index for index, _ in reserved]))
                     stop = min([stop, *(index for index in part if found.get(index) is Miss.NO_ROOM)])
-            await self._wait([*(load for load, _ in mine), *(load for load, _, _ in shared)], deadline)
+            await self._wait([*(load for _, load, _ in mine), *(load for load, _, _ in shared)], deadline)
             while mine:
-                load, depths = mine[-1]
+                name, load, depths = mine[-1]
                 if load.done() and not load.cancelled():
                     found.update(load.result())
                 else:
-                    self._abandon(load, len(depths))
+                    self._abandon(name, load, len(depths))
                     found.update(dict.fromkeys(depths, Miss.LATE))
                 mine.pop()
                 await self._turns.next()
         except BaseException:
-            for load, depths in mine:
-                self._abandon(load, len(depths))
+            for name, load, depths in mine:
+                self._abandon(name, load, len(depths))
             raise
         late: dict[str, list[int]] = {}
         for load, name, depths in shared:
@@ -259,14 +259,14 @@ class Promoter:
         return late
 
     def _reserve(
-        self, chain: Sequence[BlockKey], depths: Sequence[int], found: Outcomes
+        self, name: str, chain: Sequence[BlockKey], depths: Sequence[int], found: Outcomes
     ) -> tuple[dict[_Load, list[int]], list[tuple[int, Slot]]]:
         """Returns the depths that earlier requests load, and FILLING slots for the others; in `found` are the outcomes
         of those that turned up meanwhile, or have no slot."""
         joined: dict[_Load, list[int]] = {}
         reserved: list[tuple[int, Slot]] = []
-        at, overdue_max = 0, max(1, int(self._host.capacity * self._hierarchy.limits.overdue_fraction))
-        barred = Miss.BREAKER if self._closed else Miss.NO_ROOM if self.overdue >= overdue_max else None
+        at, clogged = 0, self._hierarchy.is_clogged(self._hierarchy.lower[name])
+        barred = Miss.BREAKER if self._closed else Miss.NO_ROOM if clogged else None
         with self._lock:
             while at < len(depths):
                 index = depths[at]
@@ -411,15 +411,20 @@ class Promoter:
             outcomes.setdefault(index, slot if slot.number in numbers else Miss.PURGED)
         return outcomes
 
-    def _abandon(self, load: _Load, blocks: int) -> None:
-        """Nobody waits for this load of so many blocks any more: undo its pins when it ends."""
-        waiting = 0 if load.done() else blocks
-        self.overdue += waiting
+    @property
+    def overdue(self) -> int:
+        """Slots of loads that nobody waits for any more."""
+        return sum(tier.overdue for tier in self._hierarchy.lower.every())
+
+    def _abandon(self, name: str, load: _Load, blocks: int) -> None:
+        """Nobody waits for this load of so many blocks from a tier any more: undo its pins when it ends."""
+        tier, waiting = self._hierarchy.lower[name], 0 if load.done() else blocks
+        tier.overdue += waiting
         self._abandoned.add(load)
 
         def ended(load: _Load) -> None:
             self._abandoned.discard(load)
-            self.overdue -= waiting
+            tier.overdue -= waiting
             if load.cancelled() or load.exception() is not None:
                 return
             arrived = load.result()

@@ -49,6 +49,11 @@ def stats_of(
                 "out": {
                     **{name: breaker.why_out() for name, breaker in breakers.items() if breaker.reason},
                     **hierarchy.lower.why_out(),
+                    **{
+                        name: f"{tier.overdue} blocks of G2 are held by reads that do not end"
+                        for name, tier in hierarchy.lower.items()
+                        if hierarchy.is_clogged(tier)
+                    },
                 },
                 "full": {name: why for name, tier in hierarchy.lower.items() if (why := tier.usage().why_full)},
             },
@@ -57,6 +62,8 @@ def stats_of(
             out[name] = {"health": Health.OUT.value}
         for name, tier in hierarchy.lower.items():
             out[name] = _tier_stats(tier, demoter.queues[name], accounts.hits[name])
+            if hierarchy.is_clogged(tier):
+                out[name]["health"] = Health.OUT.value
     return out
 
 

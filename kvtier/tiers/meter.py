@@ -79,6 +79,8 @@ class Metered(Wrapper):
         self._clock = clock
         self.owed: dict[Scope, Wall] = {}
         """Purges that the tier has not confirmed: tenant → mark. See `kvtier.manager.purge`."""
+        self.overdue = 0
+        """G2's slots of reads that nobody waits for any more, and that have not ended."""
         self.loaded = 0
         self.misses: Counter[Miss] = Counter()
         self.stored: Counter[Stored] = Counter()

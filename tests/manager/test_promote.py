@@ -346,3 +346,26 @@ async def test_a_long_prompt_leaves_the_tier_to_others(monkeypatch: pytest.Monke
             assert [bytes(block) for block in hit.blocks] == payloads_of(chain, BLOCK)
         assert tier.most == LOADS_AT_ONCE
         cache.check()
+
+
+async def test_reads_that_never_end_leave_the_other_tiers() -> None:
+    """They hold a share of G2 for ever, which is their tier's alone."""
+    clock, chain, other = SystemClock(), chain_of(NS, 16), chain_of(NS, 16, 1)
+    sick = FaultyTier(MemoryTier(NS, clock))
+    tiers = [sick, MemoryTier(NS, clock, name="g4", depth=Depth.G4)]
+    async with kvtier.aopen(CONFIG, NS, clock=clock, tiers=tiers) as cache:
+        for one in (chain, other):
+            await cache.put(one, payloads_of(one, BLOCK))
+        await cache.flush()
+        await cache.evict("g2")
+        sick.faults = [Fault("read", "hang", times=1)]
+        async with cache.get(chain, 0.1) as hit:
+            assert hit.miss == "late"
+        stats = cache.stats()
+        assert stats["g3"]["health"] == "out" and "16 blocks" in stats["tasks"]["out"]["g3"]
+        assert stats["g4"]["health"] == "well" and stats["g2"]["quarantined"] == 16
+        for _ in range(3):
+            async with cache.get(other, 5) as hit:
+                assert [bytes(block) for block in hit.blocks] == payloads_of(other, BLOCK)
+                assert set(hit.tiers) == {"g4"}
+            await cache.evict("g2")

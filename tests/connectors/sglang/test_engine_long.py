@@ -132,9 +132,10 @@ def test_new_weights_at_the_same_path_miss(
 # ── sick tiers ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def sick(serve: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One engine for all ways in which its lower tiers can be sick, and the folders of these."""
+    """An engine whose lower tiers can be sick, and the folders of these. Not shared: calls that hang never end, and
+    keep their tier out of service."""
     folders = {name: tmp_path_factory.mktemp(f"sick-{name}") for name in ("g3", "g4")}
     engine = serve(tiers(folders["g3"], folders["g4"], "4MiB"), deadlines={"get": "300ms", "lookup": "100ms"})
     return engine, folders
