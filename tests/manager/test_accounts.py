@@ -59,11 +59,11 @@ def test_every_reason_has_its_name() -> None:
         put(cache, fresh)
         cache.flush()
         cache.evict("g2")
-        tier.faults.append(Fault("read", "hang"))
-        assert missed(cache, fresh, timeout=0.05) == {"late": 4 * T}
-        tier.faults.clear()
         cache.manager.lost([BlockKey(key) for key in chain_of(NS, 2, seed=2)], Miss.SPILL_LOST)
         assert missed(cache, list(chain_of(NS, 2, seed=2))) == {"spill_lost": 2 * T}
+        tier.faults.append(Fault("read", "hang"))
+        assert missed(cache, fresh, timeout=0.05) == {"late": 4 * T}
+        assert missed(cache, list(chain_of(NS, 2, seed=3))) == {"no_room": 2 * T}, "its reads hold its share of G2"
 
 
 def test_what_left_for_others_is_not_called_absent() -> None:
