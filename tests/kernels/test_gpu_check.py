@@ -14,6 +14,7 @@ import tempfile
 import time
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,6 +151,7 @@ def test_copies_beside_other_work_run_over_the_stand_in(
 MPS = """#!{python}
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 orders = Path({folder!r}, "orders")
 said = " ".join(sys.argv[1:]) + sys.stdin.read().strip()
 with orders.open("a") as file:
@@ -275,6 +277,21 @@ def test_the_engines_part_runs(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "rows"]
 
 
+def test_the_engine_on_a_cpu_does_not_ask_for_most_of_the_hosts_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM wants 92 % of it free, unless it is told another share, and does not start beside anything large."""
+    from gpu import engine as gpu_engine
+
+    asked: dict[str, Any] = {}
+    fake = SimpleNamespace(LLM=asked.update, SamplingParams=lambda **given: None)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    bench = gpu_engine.Bench("cpu", tmp_path, tiny=True)
+    monkeypatch.setattr(bench, "_model", lambda: 4096)
+    bench._engine()
+    assert asked["gpu_memory_utilization"] <= 0.2 and "compilation_config" not in asked
+
+
 def test_without_vllm_its_part_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpu import engine as gpu_engine
     from gpu import rows as gpu_rows
@@ -322,6 +339,7 @@ def test_the_whole_runs_in_tiny_sizes_and_keeps_what_it_has_when_interrupted(tmp
 CHILD = """
 import argparse, os, sys, time
 from pathlib import Path
+from types import SimpleNamespace
 from gpu.rows import Rows, Skip
 parser = argparse.ArgumentParser()
 parser.add_argument("--rows", type=Path)
