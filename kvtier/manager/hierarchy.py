@@ -331,8 +331,9 @@ class Hierarchy:
 
     def made_by(self) -> Wall:
         """The time by which all that may be served was made. Later than now where an earlier time was accepted: what
-        was stamped just before that lies in the future, as far as it is served at all."""
-        serve = self.now().serve
+        was stamped just before that lies in the future, as far as it is served at all. Under the lock, or a thread
+        stamps and takes in more before the time is used."""
+        serve = self.clock.read().serve
         return max(serve, min(self.clock.stamped, serve + FUTURE_S))
 
     def latest(self) -> Wall:

@@ -384,7 +384,7 @@ class Manager:
     async def purge(self, scopes: Collection[Scope]) -> int:
         """Drop scopes from every tier, for good: their blocks stored until now are misses everywhere from now on."""
         self._usable()
-        return await self._purger.purge(scopes, self.hierarchy.made_by())
+        return await self._purger.purge(scopes)
 
     def stats(self) -> dict[str, Any]:
         """Counters since start and gauges of now; see docs/operations.md for each."""

@@ -51,22 +51,23 @@ class Purger:
         self._synced = False  # whether `sync` has learned what is new before anything was stored here
         self._seen: dict[str, array[int]] = {}  # tier → hashes of the tombstones that `sync` has learned from it
 
-    async def purge(self, scopes: Collection[Scope], before: Wall) -> int:
-        """Drop what the scopes' tenants stored before a wall-clock time; returns how many blocks. Raises the error of
+    async def purge(self, scopes: Collection[Scope]) -> int:
+        """Drop what the scopes' tenants stored until now; returns how many blocks. Raises the error of
         the nearest tier that failed when all have been asked for all; such a tier is asked again by `sync`. TierError,
         too, where a tier is left out: it takes the purge when it joins. And where OWED_MAX wait: then nothing has been
         done."""
         tenants = sorted({tenant_of(scope) for scope in scopes})
         log = self._hierarchy.purge_log()  # which may have been read further than what is in force here
         position = max(self._hierarchy.position, log.position if log is not None else 0)
-        mark = Wall(POSITIONS + position) if position else before  # of all that was taken in until now
-        purges = dict.fromkeys(tenants, mark)
         left_out, tiers = list(self._lower.out), self._lower.every()
         if any(len(tier.owed) + sum(tenant not in tier.owed for tenant in tenants) > OWED_MAX for tier in tiers):
             failing = [*left_out, *(name for name, tier in self._lower.items() if not tier.healthy())]
             behind = ", ".join(failing or self._lower)
             raise TierError(behind, "purge", f"{OWED_MAX} purges wait already; purge again when it answers")
-        dropping = self._hierarchy.drop_slices(self.apply_tombstones(dict.fromkeys(tenants, before)))
+        before, drops = self.apply_tombstones(dict.fromkeys(tenants))
+        dropping = self._hierarchy.drop_slices(drops)
+        mark = Wall(POSITIONS + position) if position else before  # of all that was taken in until now
+        purges = dict.fromkeys(tenants, mark)
         self._in_force.update(purges)
         for tier in tiers:
             _add(tier.owed, purges.items())
@@ -123,13 +124,17 @@ class Purger:
             _add(purges, tier.owed.items())
         return purges
 
-    def apply_tombstones(self, tombstones: Mapping[Scope, Wall]) -> Iterator[int]:
-        """`purge` of G2 and of what is protected, for scope → time: in force when this returns. Returns the slices in
-        which the blocks are dropped, for `Hierarchy.drop_slices`."""
+    def apply_tombstones(self, tombstones: Mapping[Scope, Wall | None]) -> tuple[Wall, Iterator[int]]:
+        """`purge` of G2 and of what is protected, for scope → time: in force when this returns. None: of all that was
+        taken in before; that is known under the lock only, since threads stamp and take in meanwhile. Returns the time
+        of those, and the slices in which the blocks are dropped, for `Hierarchy.drop_slices`."""
+        self._hierarchy.now()  # refuses first what a time that was given up has stamped
         with self._hierarchy.lock:
-            self._protection.purge(tombstones)
-            self._hierarchy.work.purge(tombstones)
-            return self._host.apply_tombstones(tombstones)
+            now = self._hierarchy.made_by()
+            times = {scope: now if before is None else before for scope, before in tombstones.items()}
+            self._protection.purge(times)
+            self._hierarchy.work.purge(times)
+            return now, self._host.apply_tombstones(times)
 
     async def sync(self, joining: Metered | None = None) -> list[Metered]:
         """Have every tier remember what is new in the others: another process may share only one of them. Tiers that
@@ -209,10 +214,11 @@ class Purger:
             )
             await asyncio.sleep(0)
 
-    async def _enforce(self, tombstones: Mapping[Scope, Wall]) -> None:
+    async def _enforce(self, tombstones: Mapping[Scope, Wall | None]) -> None:
         """Have these in force in G2, and what they cover dropped."""
         for part in slices(list(tombstones.items()), _APPLIED):
-            await self._hierarchy.drop_slices(self.apply_tombstones(dict(part)))
+            _, drops = self.apply_tombstones(dict(part))
+            await self._hierarchy.drop_slices(drops)
 
     async def _drop_below_floor(self) -> None:
         """Where the log was shortened beyond what is in force here, purges of tenants that it does not name any more
@@ -223,7 +229,7 @@ class Purger:
         floor = log.floor
         await hierarchy.drop_slices(self._host.drop_where(lambda number: True))
         tenants = {tenant_of(key) for key in self._moving()}  # whose blocks are being written, or are to be
-        await self._enforce(dict.fromkeys(tenants, hierarchy.made_by()))
+        await self._enforce(dict.fromkeys(tenants))
         others = [tier for tier in self._lower.values() if tier.purge_log() is None]
         await asyncio.gather(*(tier.evict(None) for tier in others))
         mark = mark_below(floor)
@@ -231,12 +237,12 @@ class Purger:
         with hierarchy.lock:
             hierarchy.position = max(floor, hierarchy.position)
 
-    def _local(self, latest: Mapping[Scope, Wall], logged: Mapping[Scope, Wall]) -> dict[Scope, Wall]:
+    def _local(self, latest: Mapping[Scope, Wall], logged: Mapping[Scope, Wall]) -> dict[Scope, Wall | None]:
         """These tombstones as times of this process; `logged` are those of the purge log. An entry of it that is not in
-        force here yet covers whatever is in G2 and under way: that was taken in before it, whatever clock stamped it.
-        """
-        made_by, position = self._hierarchy.made_by(), self._hierarchy.position
-        times: dict[Scope, Wall] = {}
+        force here yet covers whatever is in G2 and under way (None): that was taken in before it, whatever clock
+        stamped it."""
+        position = self._hierarchy.position
+        times: dict[Scope, Wall | None] = {}
         for tenant, before in latest.items():
             number = number_of(before)
             if number == 0:
@@ -244,7 +250,7 @@ class Purger:
             elif number > position:
                 entry = number_of(logged.get(tenant, Wall(0.0)))
                 if entry > position or self._in_force.get(tenant) != before:
-                    times[tenant] = made_by
+                    times[tenant] = None
         return times
 
     async def forget(self) -> None:
@@ -307,7 +313,7 @@ class _News(NamedTuple):
     process; `read`: how far the log was read, as far as the answers go."""
 
     asked: list[tuple[Metered, Mapping[Scope, Wall]]]
-    local: dict[Scope, Wall]
+    local: dict[Scope, Wall | None]
     read: _Read
     first: bool
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 import kvtier
 from kvtier.clock import SystemClock
 from kvtier.identity.keys import scope_of
+from kvtier.manager.purge import Purger
 from kvtier.put import Put
 from kvtier.retention.ranges import ChainTerms, RequestTerms
 from kvtier.retention.terms import Depth, Terms
@@ -183,5 +186,36 @@ async def test_a_put_that_began_before_a_purge_leaves_nothing(wait: bool) -> Non
             assert await asyncio.to_thread(put.step) is None, "it waits for nothing any more"
             assert purged.is_set() and await cache.match(CHAIN) == 0
             assert not len(manager.protection.guarantees)
+            await settled(cache)
+            assert await cache.put(CHAIN, PAYLOADS) == len(CHAIN) == await cache.match(CHAIN), "a later one is stored"
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_what_is_taken_in_while_a_purge_takes_force_is_purged(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a thread, after the purge has read the clock, and before it has the lock: new blocks, and longer terms of
+    those that are there."""
+    with slices_of(2):
+        async with opened("g3") as cache:
+            manager = cache.manager
+            if again:
+                await cache.put(CHAIN, PAYLOADS, "1h")
+            of = ChainTerms(RequestTerms(Terms("sure", ttl=7200, guarantee=True)), NS.block_tokens)
+            put = Put(manager, CHAIN, PAYLOADS, of, start=0, wait=False, request_id="")
+            apply = Purger.apply_tombstones
+
+            def late(purger: Purger, *arguments: Any) -> Any:
+                time.sleep(0.001)
+                thread = threading.Thread(target=put.step)
+                thread.start()
+                thread.join()
+                return apply(purger, *arguments)
+
+            monkeypatch.setattr(Purger, "apply_tombstones", late)
+            await cache.purge("tenant")
+            monkeypatch.undo()
+            assert await cache.match(CHAIN) == 0, "purged blocks are served"
+            assert not len(manager.protection.guarantees), "guarantees of purged blocks"
             await settled(cache)
             assert await cache.put(CHAIN, PAYLOADS) == len(CHAIN) == await cache.match(CHAIN), "a later one is stored"
