@@ -7,9 +7,10 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from kvtier.clock import Clock
 from kvtier.errors import ClosedError, KVTierError
@@ -292,10 +293,13 @@ class Hierarchy:
         self.space.notify()
         return count
 
-    async def drop_slices(self, slices: Iterator[int]) -> int:
-        """Drop blocks of G2 slice by slice, and release the lock in between; returns how many. Goes on to the end,
-        though the caller is cancelled. Raises ClosedError where the end of the cache cuts it off."""
-        dropping = self.supervisor.spawn(self._drop_slices(slices))
+    def drop_slices(self, slices: Iterator[int]) -> Coroutine[Any, Any, int]:
+        """Drop blocks of G2 slice by slice, and release the lock in between; gives how many. Has begun when this
+        returns, and goes on to the end, though who awaits it is cancelled. Raises ClosedError where the end of the
+        cache cuts it off."""
+        return self._dropped(self.supervisor.spawn(self._drop_slices(slices)))
+
+    async def _dropped(self, dropping: asyncio.Task[int]) -> int:
         await asyncio.wait({dropping})  # not `shield`: then the caller would look cancelled where this was
         if dropping.cancelled():
             raise ClosedError("the cache is closed")

@@ -82,7 +82,7 @@ class Housekeeping:
         elsewhere = self._waited_s >= limits.tombstones_s
         if elsewhere:
             self._waited_s = 0.0
-        if elsewhere or any(tier.owed for tier in self._hierarchy.lower.values()):
+        if elsewhere or any(tier.behind for tier in self._hierarchy.lower.values()):
             await self._purger.sync()
         if await self._protection.tend(read_pins=elsewhere):
             await self._purger.forget()

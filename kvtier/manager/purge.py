@@ -3,7 +3,8 @@
 A purge is remembered in three places: G2's tombstones (this process, by its clock), G3's index (every process of the
 machine) and the purge log in the bucket (every replica); the last two by marks (`kvtier.retention.marks`). Each tier
 learns here of the purges that the others remember. G2 applies one at once; a tier that fails *owes* it: it is asked
-again until it has it, and nothing of that tenant is found in it before.
+again until it has it, and nothing of that tenant is found in it before. A tier of this machine that may have missed
+purges which nobody can name any more is *stale*: nothing is found in it until it has been emptied.
 
 G2 forgets a purge that every tier has: none of them gives back what it covers, and a verb that began before it stores
 nothing more (`kvtier.manager.work`). Until then it refuses by the time of its own clock, and so what another machine
@@ -86,6 +87,7 @@ class Purger:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_NUMBERED_S):
                     await asyncio.gather(*(self._spread(tier, known, tenants) for tier, known in news.asked))
+            self._remember(news)
         for name in left_out:
             raise TierError(name, "purge", "it is not open: it takes the purge when it is")
         return count
@@ -156,11 +158,17 @@ class Purger:
         news = await self._learn(joining)
         done = await asyncio.gather(*(self._spread(tier, known) for tier, known in news.asked))
         remember = [tier for (tier, _), has_all in zip(news.asked, done, strict=True) if has_all]
-        if set(self._lower.values()) <= set(remember):
-            self._hierarchy.log_memory = news.read.memory or self._hierarchy.log_memory
-        elif news.first:  # a tier may give back what they cover
+        if not self._remember(news) and news.first:  # a tier may give back what they cover
             await self._enforce(news.local)
         return remember
+
+    def _remember(self, news: _News) -> bool:
+        """Have the next process know how far the log was read, where every tier has what it says. Whether it has."""
+        tiers, asked = set(self._lower.values()), {tier for tier, _ in news.asked}
+        if not tiers <= asked or any(tier.behind for tier in tiers):
+            return False
+        self._hierarchy.log_memory = news.read.memory or self._hierarchy.log_memory
+        return True
 
     async def _learn(self, joining: Metered | None) -> _News:
         """Ask the tiers for their purges, which are in force in G2 and owed to those that lack them when this
@@ -186,31 +194,34 @@ class Purger:
         logged = next((tombstones for tier, tombstones in asked if tier.purge_log() is not None), {})
         last = await aside(len(logged), partial(_last_number, logged))
         local = self._local(latest, logged)
+        await self._owe(latest, dict(asked))  # first: G2 forgets what nobody owes
         if not first:  # at the first look there is nothing in G2
             await self._enforce(local)
+        await self._note_in_force(latest, dict(asked), last)
         read = after if after.position == last else before  # a look-up may have read further than the answer goes
         with self._hierarchy.lock:
             self._hierarchy.position = max(last, self._hierarchy.position)
             if any(tier.purge_log() is not None for tier, _ in asked):
                 self._hierarchy.proven_at = max(self._hierarchy.proven_at, min(began, read.at))
         await self._protection.expire(None)
-        await self._owe(latest, dict(asked), last)
         self._seen = seen  # what was new is owed now
         return _News(asked, local, read, first)
 
-    async def _owe(
-        self, latest: Mapping[Scope, Wall], known: Mapping[Metered, Mapping[Scope, Wall]], last: int
-    ) -> None:
-        """Every tier owes these purges from now on but for those that it is `known` to have. `last`: number of the last
-        one in the log."""
-        tiers = {*self._lower.values(), *known}
+    async def _owe(self, latest: Mapping[Scope, Wall], known: Mapping[Metered, Mapping[Scope, Wall]]) -> None:
+        """Every tier owes these purges from now on but for those that it is `known` to have."""
         for part in slices(list(latest.items()), _APPLIED):
-            for tier in tiers:
+            for tier in {*self._lower.values(), *known}:
                 _add(tier.owed, (purge for purge in part if _lacks(known.get(tier, {}), *purge)))
+            await asyncio.sleep(0)
+
+    async def _note_in_force(self, latest: Mapping[Scope, Wall], tiers: Collection[Metered], last: int) -> None:
+        """G2 has dropped what these purges cover. `last`: number of the last one in the log."""
+        every = {*self._lower.values(), *tiers}
+        for part in slices(list(latest.items()), _APPLIED):
             self._in_force.update(
                 (scope, before)
                 for scope, before in part
-                if number_of(before) > last and any(scope in tier.owed for tier in tiers)
+                if number_of(before) > last and any(scope in tier.owed for tier in every)
             )
             await asyncio.sleep(0)
 
@@ -222,20 +233,27 @@ class Purger:
 
     async def _drop_below_floor(self) -> None:
         """Where the log was shortened beyond what is in force here, purges of tenants that it does not name any more
-        may have been missed: nothing that is stored on this machine counts. Raises TierError."""
+        may have been missed: nothing that is stored on this machine counts."""
         log, hierarchy = self._hierarchy.purge_log(), self._hierarchy
         if log is None or log.floor <= hierarchy.position:
             return
         floor = log.floor
+        others = [tier for tier in self._lower.every() if tier.purge_log() is None]
+        for tier in others:
+            tier.stale = True
+        tenants = await self._enforce_moving()  # first: what is being filled is not dropped
         await hierarchy.drop_slices(self._host.drop_where(lambda number: True))
-        tenants = {tenant_of(key) for key in self._moving()}  # whose blocks are being written, or are to be
-        await self._enforce(dict.fromkeys(tenants))
-        others = [tier for tier in self._lower.values() if tier.purge_log() is None]
-        await asyncio.gather(*(tier.evict(None) for tier in others))
-        mark = mark_below(floor)
-        await asyncio.gather(*(tier.purge(tenant, mark) for tier in others for tenant in tenants))
+        tenants |= await self._enforce_moving()  # what was dropped may wait to be written
+        for tier in others:
+            _add(tier.owed, ((tenant, mark_below(floor)) for tenant in tenants))
         with hierarchy.lock:
             hierarchy.position = max(floor, hierarchy.position)
+
+    async def _enforce_moving(self) -> set[Scope]:
+        """Purge in G2 the tenants whose blocks are being filled or written, or are to be. Returns them."""
+        tenants = {tenant_of(key) for key in self._moving()}
+        await self._enforce(dict.fromkeys(tenants))
+        return tenants
 
     def _local(self, latest: Mapping[Scope, Wall], logged: Mapping[Scope, Wall]) -> dict[Scope, Wall | None]:
         """These tombstones as times of this process; `logged` are those of the purge log. An entry of it that is not in
@@ -278,9 +296,12 @@ class Purger:
     async def _spread(
         self, tier: Metered, known: Mapping[Scope, Wall], tenants: Collection[Scope] | None = None
     ) -> bool:
-        """Purge in one tier what it owes, of these tenants or of all, and is not `known` to have, until it fails.
-        Whether it has that now."""
+        """Purge in one tier what it owes, of these tenants or of all, and is not `known` to have, until it fails; empty
+        it first where that is owed. Whether it has that now."""
         try:
+            if tier.stale:
+                await tier.empty()
+                tier.stale = False
             for part in slices([owed for owed in tier.owed.items() if tenants is None or owed[0] in tenants]):
                 for scope, before in part:
                     if _lacks(known, scope, before):

@@ -127,9 +127,9 @@ class GuardLimits:
 
 class Guarded(Wrapper):
     """Turns a sick tier into misses. Raises nothing but ClosedError and cancellation, except from `open`, `check`,
-    `purge`, `tombstones`, `drop_made_after` and `ask`, whose failures their caller must see: TierError whatever the
-    tier raised. Where `usage` and `counters` fail they tell what they told last. No verb but `read` and `write`
-    outlasts its deadline, even if the tier does not heed cancellation.
+    `purge`, `empty`, `tombstones`, `drop_made_after` and `ask`, whose failures their caller must see: TierError
+    whatever the tier raised. Where `usage` and `counters` fail they tell what they told last. No verb but `read` and
+    `write` outlasts its deadline, even if the tier does not heed cancellation.
 
     A call that got no answer in time is *given up*: cancelled, and left to end when it does. Its answer is dropped.
     """
@@ -233,6 +233,10 @@ class Guarded(Wrapper):
             seconds = self.limits.evict_s if keys is None else self.limits.call_s
             return int(await self._bounded("evict", seconds, keys))
         return 0
+
+    async def empty(self) -> int:
+        """`evict` of all. Raises TierError where it is not done."""
+        return int(await self._bounded("evict", self.limits.evict_s, None))
 
     async def drop_made_after(self, time: Wall) -> int:
         if not hasattr(self.inner, "drop_made_after"):

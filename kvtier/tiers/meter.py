@@ -64,7 +64,8 @@ class Latency:
 class Metered(Wrapper):
     """Counts blocks by outcome, bytes, and latency per call; estimates what a read costs.
 
-    Nothing is found here of a tenant with a purge that the tier owes: it may be what that covers.
+    Nothing is found here of a tenant with a purge that the tier owes, and nothing at all while it is `stale`: it may be
+    what a purge covers.
 
     `retaining`, `pinning`, `notebook` and `describing` give the tier's verbs as its guard asks them: see `Guarded.ask`.
     """
@@ -81,6 +82,8 @@ class Metered(Wrapper):
         """Purges that the tier has not confirmed: tenant → mark. See `kvtier.manager.purge`."""
         self.overdue = 0
         """G2's slots of reads that nobody waits for any more, and that have not ended."""
+        self.stale = False
+        """Whether it is to be emptied, since it may have missed purges that nobody can name."""
         self.loaded = 0
         self.misses: Counter[Miss] = Counter()
         self.stored: Counter[Stored] = Counter()
@@ -177,14 +180,29 @@ class Metered(Wrapper):
     def _not_owed(
         self, chain: Sequence[BlockKey], wanted: Sequence[int], answers: list[Miss | None]
     ) -> list[Miss | None]:
-        if not self.owed:
+        if not self.behind:
             return answers
         return [
-            Miss.PURGED if miss is None and tenant_of(chain[index]) in self.owed else miss
+            Miss.PURGED if miss is None and self._owes(chain[index]) else miss
             for index, miss in zip(wanted, answers, strict=True)
         ]
 
+    @property
+    def behind(self) -> bool:
+        """Whether the tier may have blocks that were purged."""
+        return self.stale or bool(self.owed)
+
+    def _owes(self, key: BlockKey) -> bool:
+        return self.stale or tenant_of(key) in self.owed
+
+    async def empty(self) -> int:
+        """`evict` of all. Raises TierError where it is not done."""
+        return await self.inner.empty()
+
     async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
+        if self.behind and any(self._owes(chain[target.index]) for target in targets):  # they were found before
+            self.misses[Miss.PURGED] += len(targets)
+            return [Miss.PURGED] * len(targets)
         began = self._clock.monotonic()
         residence = self._residence
         with (

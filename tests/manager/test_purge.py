@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -242,3 +242,54 @@ async def test_a_purge_that_the_log_does_not_have_takes_effect_once() -> None:
         assert purger._local(guess, guess) == now, "the log has it now, and with it what came before"
         assert purger._local({tenant: mark_below(3)}, {}) == {}, "it was read"
         hierarchy.position = 0
+
+
+async def test_a_purge_that_is_cancelled_is_carried_out() -> None:
+    """At any turn, the very first included: what it covers leaves G2, and it is forgotten in its time."""
+    clock = VirtualClock()
+    async with opened(clock, both(clock)) as cache:
+        refusals, free = cache.manager.host.refusals, len(cache.manager.host._free)
+        for turns in range(1, 30):
+            await cache.put(CHAIN, payloads_of(CHAIN, BLOCK))
+            await cache.flush()
+            clock.advance(1)
+            purging = asyncio.ensure_future(cache.manager.purge([SCOPE]))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            over = purging.done()
+            purging.cancel()
+            with suppress(asyncio.CancelledError):
+                await purging
+            await cache.flush()
+            for _ in range(3):
+                clock.advance(1)
+                await tended(cache)
+            assert len(cache.manager.host._free) == free, f"cancelled after {turns} turns: its blocks are still here"
+            assert not refusals.dropping and not refusals.tombstones, f"after {turns} turns"
+            if over:
+                break
+        assert over and turns > 3
+
+
+async def test_no_purge_of_elsewhere_is_forgotten_before_a_tier_owes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of housekeeping ends while a purge, or a tier that joins, learns of it."""
+    clock = VirtualClock()
+    near, deep = both(clock)
+    faulty = FaultyTier(near, [])
+    async with opened(clock, [faulty, deep]) as cache:
+        purger = cache.manager._purger
+        await cache.put(CHAIN, payloads_of(CHAIN, BLOCK))
+        await cache.flush()
+        clock.advance(1)
+        await deep.purge(SCOPE, clock.wall())
+        clock.advance(1)
+        faulty.faults = [Fault("purge", "error")]
+        learning = asyncio.ensure_future(purger.sync())
+        while not learning.done():
+            await purger.forget()
+            await asyncio.sleep(0)
+        await learning
+        await purger.forget()
+        assert tenant_of(SCOPE) in cache.manager.host.refusals.tombstones, "g3 lacks it"
+        await cache.manager.promoter.load(CHAIN, {"g3": range(4)}, clock.monotonic() + 5)
+        assert await cache.match(CHAIN) == 0

@@ -10,6 +10,7 @@ import pytest
 
 from kvtier.errors import TierError
 from kvtier.events import Notify
+from kvtier.identity.keys import tenant_of
 from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, sample_namespace, seal
 from kvtier.tiers.guard import Guarded, Wrapper
 from kvtier.tiers.meter import Latency, Metered
@@ -115,3 +116,40 @@ async def test_a_removal_while_blocks_are_found_is_later_than_the_report_of_them
     tier.subscribe(None)
     await tier.write(blocks, Mono(9.0))
     assert len(heard) == 3
+
+
+async def test_nothing_is_read_of_a_tenant_whose_purge_is_owed() -> None:
+    """It was found before: a lookup and its read are apart, and some read without one."""
+    clock = VirtualClock()
+    tier, chain = metered(MemoryTier(NS, clock), clock), chain_of(NS, 2)
+    await tier.open()
+    await tier.write(seal(chain, range(2), 4096, clock.wall()), clock.monotonic() + 1)
+
+    async def read() -> list[bool]:
+        targets = [Target(index, (memoryview(bytearray(4096)),)) for index in range(2)]
+        results = await tier.read(chain, targets, clock.monotonic() + 1)
+        return [isinstance(result, Loaded) for result in results]
+
+    assert await read() == [True, True]
+    tier.owed[tenant_of(chain[0])] = clock.wall()
+    assert tier.behind and await read() == [False, False] and tier.misses[Miss.PURGED] == 2
+    tier.owed.clear()
+    tier.stale = True
+    assert tier.behind and await read() == [False, False]
+    assert tier.peek(chain, range(2)) == await tier.lookup(chain, range(2), clock.monotonic() + 1) == [Miss.PURGED] * 2
+    tier.stale = False
+    assert not tier.behind and await read() == [True, True]
+    await tier.close(clock.monotonic() + 1)
+
+
+async def test_a_tier_that_cannot_be_emptied_says_so() -> None:
+    clock = VirtualClock()
+    faulty = FaultyTier(MemoryTier(NS, clock), [Fault("evict", "crash")])
+    tier = metered(faulty, clock)
+    await tier.open()
+    assert await tier.evict(None) == 0
+    with pytest.raises(TierError):
+        await tier.empty()
+    faulty.faults.clear()
+    assert await tier.empty() == 0
+    await tier.close(clock.monotonic() + 1)

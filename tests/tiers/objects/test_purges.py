@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 import kvtier
-from kvtier.errors import KVTierError
+from kvtier.errors import KVTierError, TierError
 from kvtier.identity.keys import Scope, scope_of
 from kvtier.manager.write_behind import WriteBehind
 from kvtier.testing import MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace
+from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.objects import purge_log
 from kvtier.times import Wall
 from tests.tiers.objects.support.inline import inline_tier
@@ -194,8 +195,6 @@ async def test_a_purge_that_the_bucket_does_not_take_raises_and_is_made_up_for(f
 
 
 async def fail(*_: object) -> None:
-    from kvtier.errors import TierError
-
     raise TierError("g4", "put", "no")
 
 
@@ -389,3 +388,65 @@ async def test_what_waits_to_be_written_below_the_logs_floor_is_not_taken_for_ne
         for cache in (away, here):
             await learn(fleet, cache)
             assert await found(cache, chain) == [], "written at the floor"
+
+
+async def test_no_purge_is_missed_where_what_is_below_the_logs_floor_cannot_be_dropped(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log does not name its tenant any more, and G3 does not evict: what it has is not served, then or later."""
+    monkeypatch.setattr(purge_log, "TENANTS_MAX", 4)
+    monkeypatch.setattr(purge_log, "SNAPSHOT_EVERY", 8)
+    chain = chain_of(NS, 8, 1, scope_of("t"))
+    async with fleet.open("a") as away, fleet.open("b", g3=False) as here:
+        await put(away, chain)
+        for tenant in ["t", *(f"another {number}" for number in range(32))]:
+            fleet.clock.advance(1)
+            await here.purge(tenant)
+        near = away.manager.lower["g3"].inner.inner
+
+        async def fails(keys: object) -> int:
+            raise OSError(5, "no medium")
+
+        monkeypatch.setattr(near, "evict", fails)
+        for _ in range(2):
+            await learn(fleet, away)
+        assert not away.manager.hierarchy.log_memory, "the next process would take its G3 for clean"
+        assert await found(away, chain) == [], "a purged block of G3 is served"
+        monkeypatch.undo()
+        await learn(fleet, away)
+        assert away.manager.hierarchy.log_memory and await found(away, chain) == []
+        fleet.clock.advance(1)
+        await put(away, chain)
+        await away.evict("g2")
+        assert len(await found(away, chain)) == 8
+
+
+async def test_a_g3_that_joins_after_the_logs_floor_has_passed_it_by_is_emptied_first(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replica knows the log to its end by then, though not what G3 missed."""
+    monkeypatch.setattr(purge_log, "TENANTS_MAX", 4)
+    monkeypatch.setattr(purge_log, "SNAPSHOT_EVERY", 8)
+    chain = chain_of(NS, 8, 1, scope_of("t"))
+    async with fleet.open("a") as away:
+        await put(away, chain)
+    with monkeypatch.context() as out:
+
+        async def fails(tier: DiskTier) -> None:
+            raise TierError("g3", "open", "no medium")
+
+        out.setattr(DiskTier, "open", fails)
+        back = fleet.open("a")
+        await back.__aenter__()
+        async with fleet.open("b", g3=False) as here:
+            for tenant in ["t", *(f"another {number}" for number in range(32))]:
+                fleet.clock.advance(1)
+                await here.purge(tenant)
+        await learn(fleet, back)
+    async with asyncio.timeout(20):
+        while back.manager.lower.out:
+            fleet.clock.advance(1)
+            await asyncio.sleep(0.01)
+        assert list(back.manager.lower) == ["g3", "g4"]
+        assert await found(back, chain) == [], "a purged block of G3 is served"
+        await back.close()
