@@ -10,7 +10,7 @@ covered by every entry.
 
 from __future__ import annotations
 
-from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.lifetime import FUTURE_S, Lifetime
 from kvtier.times import Wall
 
 POSITIONS = 2.0**41
@@ -20,6 +20,12 @@ POSITIONS = 2.0**41
 def mark_of(life: Lifetime, position: int) -> Wall:
     """The mark of a block that was taken over at this position of the purge log; 0: there is none. Pure."""
     return Wall(POSITIONS + position) if position else life.born
+
+
+def is_ahead(mark: Wall, wall_s: Wall) -> bool:
+    """Whether a block's mark is a time from the future, which a clock that was wrong has stamped: nobody can tell what
+    it was made before, and it is not served until then. A purge takes it along. Pure."""
+    return wall_s + FUTURE_S < mark < POSITIONS
 
 
 def mark_below(number: int) -> Wall:

@@ -11,7 +11,7 @@ from kvtier.errors import ClosedError
 from kvtier.identity.keys import NAMESPACE_BYTES, TENANT_BYTES, BlockKey, Scope, tenant_of
 from kvtier.identity.namespace import Namespace
 from kvtier.retention.lifetime import Lifetime
-from kvtier.retention.marks import mark_of
+from kvtier.retention.marks import is_ahead, mark_of
 from kvtier.retention.terms import Depth
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Usage
 from kvtier.times import Mono, Wall
@@ -112,7 +112,12 @@ class MemoryTier:
         prefix = self._namespace + tenant_of(scope)
         self.store.tombstones[prefix] = max(before, self.store.tombstones.get(prefix, before))
         start = prefix[: len(self._namespace) + TENANT_BYTES]
-        matching = [name for name in self.store.entries if name.startswith(start) and self._purged(name)]
+        now = self._clock.wall()
+        matching = [
+            name
+            for name, entry in self.store.entries.items()
+            if name.startswith(start) and (self._purged(name) or is_ahead(mark_of(entry.life, entry.position), now))
+        ]
         for name in matching:
             del self.store.entries[name]
         return len(matching)

@@ -169,8 +169,8 @@ class Tier(Protocol):
 
     async def purge(self, scope: Scope, before: Wall) -> int:
         """Delete the blocks of the scope's tenant (`kvtier.identity.keys.tenant_of`), all its variants, whose marks
-        (`kvtier.retention.marks`) are at most `before`; for every process that shares the store they are misses from
-        now on. Returns how many were deleted."""
+        (`kvtier.retention.marks`) are at most `before`, or times from the future; for every process that shares the
+        store they are misses from now on. Returns how many were deleted."""
 
     async def tombstones(self) -> Mapping[Scope, Wall]:
         """Every purge of this namespace that the store still remembers: tenant → latest `before`."""

@@ -26,6 +26,7 @@ from kvtier.errors import ClosedError, ConfigError, TierError, TierFull, TierTim
 from kvtier.events import Notify
 from kvtier.identity.keys import TENANT_BYTES, BlockKey, Scope, scope_of_key, tenant_of
 from kvtier.identity.namespace import Namespace
+from kvtier.retention.marks import is_ahead
 from kvtier.retention.terms import Depth
 from kvtier.retention.trusted_clock import deletion_time
 from kvtier.supervisor import Service, Unwatched
@@ -255,7 +256,8 @@ class DiskTier:
         try:
             await store.submit(lambda txn: None, Use.PURGE).result()
             prefix = scoped[: len(self._prefix) + TENANT_BYTES]
-            return await self._drop_all(store, prefix, lambda entry: entry.mark <= before)
+            now = self._clock.wall()
+            return await self._drop_all(store, prefix, lambda entry: entry.mark <= before or is_ahead(entry.mark, now))
         except TierFull:  # they are misses; the background removes them when the index has space again
             return 0
 
