@@ -11,7 +11,8 @@ So a boundary's blocks are *held* when the step that reaches it is planned:
     copied, or given up, or the pool is short → the blocks are given back
 
 A state is what a step leaves at its end: in the block of its last token, which a later step overwrites unless that
-token is the block's last. So with states, only a boundary at which a step ends can be held.
+token is the block's last. So with states, only a boundary at which a step ends can be held, and one at which the engine
+has given the step a block for a checkpoint.
 
 A request that begins behind blocks of the engine's pool is trusted with them only if they are known to be right:
 computed by a request whose tokens were trusted, and still under the name that they had then. Where steps are planned
@@ -29,7 +30,7 @@ from typing import Any
 from kvtier.connectors.vllm.compat import EnginePool
 from kvtier.connectors.vllm.confirm import Chain, Track
 from kvtier.connectors.vllm.groups import Groups
-from kvtier.identity.groups import boundary_keys
+from kvtier.identity.groups import Kind, boundary_keys
 from kvtier.retention.ranges import uniform
 
 _HELD_FRACTION = 4
@@ -37,6 +38,8 @@ _HELD_FRACTION = 4
 _FAR = 4
 """Blocks of the full group between boundaries that are held for their distance alone, per block of theirs: so these
 come to at most a quarter of the full group's bytes."""
+_ENDED = 3
+"""As many boundaries are remembered: a step leaves states at two at most, and one is planned ahead of what is known."""
 _SHORT_FRACTION = 16
 """With fewer free than one in so many, nothing is held."""
 
@@ -77,7 +80,7 @@ class _Tables:
     wanted: set[int] = field(default_factory=set)
     taken: list[int] = field(default_factory=list)  # boundaries that were held
     missed: set[int] = field(default_factory=set)  # those that could not be
-    ended: tuple[int, int] = (0, 0)  # the last two boundaries at which a step ended
+    ended: tuple[int, ...] = ()  # the last boundaries at which a step left its states
     crossed: int = 0  # the last boundary that a step was planned to cross
     tails: dict[int, list[int]] = field(default_factory=dict)  # held, by boundary: see `_hold_tail`
 
@@ -174,8 +177,7 @@ class BoundaryBlocks:
         if end // self._size == begin // self._size:
             return
         prompt, last = track.request.num_prompt_tokens, end // self._size * self._size
-        if last == end:
-            known.ended = known.ended[1], end
+        known.ended = (*known.ended, *self._left_by(known, begin, end))[-_ENDED:]
         wanted = {(prompt - 1) // self._size * self._size, *known.wanted}
         far = _FAR * self._size * sum(self._groups.counts(last))
         if last - max([known.begin, *known.taken[-1:]]) >= far:
@@ -189,6 +191,18 @@ class BoundaryBlocks:
         known.crossed = last
         if last >= prompt and self._whole(known, last) and not self._short():
             self._hold_tail(known, last)
+
+    def _left_by(self, known: _Tables, begin: int, end: int) -> Iterator[int]:
+        """Boundaries at which a step leaves its states. In its middle it does at the last one, where vLLM has a block
+        for that in every table; the running state, which needs one too, lies in an earlier block."""
+        inside = (end - 1) // self._size * self._size
+        if self._groups.checkpoints and not begin % self._size and begin < inside:
+            places = [place for place, one in enumerate(self._groups.beside) if one.group.kind is Kind.STATE]
+            depth = inside // self._size - 1
+            if all(depth < len(known.tables[place]) and known.tables[place][depth] for place in places):
+                yield inside
+        if end % self._size == 0:
+            yield end
 
     def _whole(self, known: _Tables, tokens: int) -> bool:
         """Whether the last step that reached the boundary left all that it needs: states, only where it ended."""

@@ -6,7 +6,8 @@ holds them. Bytes of a block that none of its group's layers uses are stored as 
 other set of groups; the engine does not start.
 
 A state's block is one value: what its layers have made of all tokens up to the one where a step ended. vLLM's mode
-"align" ends a step of prefill with a block, so such a block holds the state of a boundary.
+"align" ends a step of prefill with a block, so such a block holds the state of a boundary. Some kernels (Mamba 2) leave
+the state of the prompt's last whole block in the middle of a step besides: a *checkpoint*.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Groups:
     block_tokens: int
     full: int = 0
     beside: tuple[Beside, ...] = ()
+    checkpoints: bool = False  # whether a step may leave states at a boundary in its middle, too
 
     @property
     def states(self) -> bool:
@@ -106,7 +108,9 @@ def groups_of(kv_cache_config: Any) -> Groups:
         if number != full[0]
     ]
     ordered = tuple(sorted(beside, key=lambda one: (one.group.kind is Kind.STATE, one.layers)))
-    return Groups(next(iter(sizes)), full[0], ordered)
+    specs = [group.kv_cache_spec for group, kind in zip(groups, kinds, strict=True) if kind == _STATE]
+    checkpoints = any(getattr(spec, "num_prefill_checkpoint_blocks", 0) for spec in specs)
+    return Groups(next(iter(sizes)), full[0], ordered, checkpoints)
 
 
 def _beside(number: int, spec: Any, layers: tuple[str, ...]) -> Beside:
@@ -133,10 +137,12 @@ def _refuse_states(spec: Any, said: str) -> None:
             f"{said}, and states of tokens that may be refused; start it without speculative decoding, or without the "
             "connector"
         )
-    if getattr(spec, "num_prefill_checkpoint_blocks", 0):
+    alignment = getattr(spec, "prefill_checkpoint_alignment", None) or 1
+    if getattr(spec, "num_prefill_checkpoint_blocks", 0) and int(spec.block_size) % alignment:
         raise IdentityError(
-            f"{said}, and its kernels leave states in the middle of a step, which kvtier was not proved with; start "
-            "this engine without the connector"
+            f"{said}, and its kernels leave states in the middle of a step at multiples of {alignment} tokens, which "
+            f"blocks of {spec.block_size} are not; choose a --block-size that is, or start this engine without the "
+            "connector"
         )
 
 

@@ -35,6 +35,10 @@ def state(**changed: Any) -> Any:
     return MambaSpec(**{**given, "mamba_cache_mode": "align", **changed})
 
 
+LEAVES = {"num_prefill_checkpoint_blocks": 1}
+"""In the middle of a step, too, as Mamba 2."""
+
+
 def config(*groups: tuple[Any, str], **more: Any) -> Any:
     """Groups of one layer per letter."""
     every = [SimpleNamespace(kv_cache_spec=spec, layer_names=list(layers)) for spec, layers in groups]
@@ -68,6 +72,12 @@ def test_states_come_behind_windows_whatever_their_order_in_the_engine() -> None
 def test_a_state_is_needed_where_its_last_token_lies() -> None:
     groups = groups_of(config((state(), "ab"), (full(), "cd")))
     assert [groups.needed(tokens) for tokens in (0, 16, 160)] == [[range(0)], [range(1)], [range(9, 10)]]
+
+
+def test_states_in_the_middle_of_a_step_are_known_of() -> None:
+    """Blocks have the same names with and without them: what is kept of a boundary is the same."""
+    plain, other = (groups_of(config((state(**one), "ab"), (full(), "cd"))) for one in ({}, LEAVES))
+    assert (plain.checkpoints, other.checkpoints) == (False, True) and plain.name == other.name
 
 
 @pytest.mark.parametrize(
@@ -104,7 +114,7 @@ def test_other_windows_have_another_name(changed: Any) -> None:
         (config((full(), "ab"), (state(mamba_cache_mode="none"), "cd")), r'in mode "none".*--enable-prefix-caching'),
         (config((full(), "ab"), (state(mamba_cache_mode="all"), "cd")), r'in mode "all".*--mamba-cache-mode align'),
         (config((full(), "ab"), (state(num_speculative_blocks=1), "cd")), "without speculative decoding"),
-        (config((full(), "ab"), (state(num_prefill_checkpoint_blocks=1), "cd")), "in the middle of a step"),
+        (config((full(), "ab"), (state(**LEAVES, prefill_checkpoint_alignment=12), "cd")), "at multiples of 12 tokens"),
         (config((full(), "ab"), (state(page_size_padded=None), "cd")), "equal pages"),
         (config((full(page_size_padded=8192), "ab"), (state(page_size_padded=8192), "cd")), "attention are padded"),
         (config((full(), "ab"), (window(block_size=32), "cd")), "equal blocks"),

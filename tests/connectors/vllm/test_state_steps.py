@@ -246,6 +246,52 @@ def test_requests_that_come_and_go_start_from_the_right_states(make: Make, seed:
     assert storm.engine.checked > 0 and storm.engine.half.counters["blocks_stored"] > 0
 
 
+@pytest.mark.parametrize(("length", "budget"), [(100, 200), (100, 40), (96, 200), (97, 33), (41, 200)])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_in_the_middle_of_a_step_is_a_boundary(
+    make: Make, length: int, budget: int, asynchronous: bool
+) -> None:
+    """Mamba 2: the engine does not end a step for the prompt's last whole block, where its kernels leave the state."""
+    options = {"max_num_batched_tokens": budget, "async_scheduling": asynchronous}
+    engine, plain = make([2, 1], checkpoints=True, **options), make([2, 1], **options)
+    asked, counts = prompt(40, length), []
+    for one in (engine, plain):
+        steps, forward = [], one._forward
+        one._forward = lambda *call, forward=forward, steps=steps: steps.append(call[1:]) or forward(*call)  # type: ignore
+        one.add(asked, 9)
+        one.run()
+        counts.append(len(steps))
+        assert warm(one, asked) == (length - 1) // SIZE * SIZE
+        assert warm(one, [*asked, *one.right(asked, 9), 5]) == (length + 8) // SIZE * SIZE
+        one.check()
+    assert counts[0] < counts[1], "the control: without checkpoints it does end one"
+
+
+def test_a_checkpoint_that_the_kernels_do_not_leave_is_noticed(make: Make) -> None:
+    """The control of the storm below."""
+    engine, asked = make([2], checkpoints=True, max_num_batched_tokens=200), prompt(41, 60)
+    engine._leave_checkpoint = lambda *call: None  # type: ignore[method-assign]
+    engine.add(asked, 1)
+    engine.run()
+    with pytest.raises(Wrong, match="state after 56 tokens"):
+        warm(engine, asked)
+    engine.scheduler.running.clear()
+
+
+class CheckpointStorm(StateStorm):
+    def begin(self, make: Make) -> Modelless:
+        return super().begin(lambda *groups, **options: make(*groups, checkpoints=True, **options))
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 40))])
+def test_requests_start_from_the_right_checkpoints(make: Make, seed: int) -> None:
+    storm = CheckpointStorm(make, seed)
+    for _ in range(120):
+        storm.turn()
+    storm.end()
+    assert storm.engine.checked > 0 and storm.engine.half.counters["blocks_stored"] > 0
+
+
 @pytest.mark.parametrize("wrong", ["one block early", "of another group"])
 def test_a_wrong_state_would_be_noticed(make: Make, wrong: str) -> None:
     """The control: a state is copied from the block before, or from that of another group."""

@@ -124,6 +124,20 @@ def write_state(path: Path) -> None:
     ), A_log=-6.0)  # fmt: skip
 
 
+def write_mamba2(path: Path) -> None:
+    """As Granite 4 has it: two layers in three are of Mamba 2. It forgets slowly, as `write_state`'s."""
+    from transformers import GraniteMoeHybridConfig
+
+    _write_causal(path, GraniteMoeHybridConfig(
+        **_TOKENS, hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=8,
+        num_key_value_heads=8, max_position_embeddings=4096, pad_token_id=0, initializer_range=0.15,
+        num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=512, position_embedding_type="nope",
+        tie_word_embeddings=False, attention_multiplier=0.177, mamba_n_heads=8, mamba_d_head=64, mamba_d_state=16,
+        mamba_n_groups=1, mamba_d_conv=4, mamba_expand=2, mamba_chunk_size=32,
+        layer_types=["mamba", "mamba", "attention"] * 2,
+    ), A_log=-6.0)  # fmt: skip
+
+
 def write_eagle(path: Path) -> None:
     """An EAGLE head for the small Llama: one layer over its embeddings and last hidden states."""
     import torch
@@ -199,6 +213,7 @@ OTHERS: dict[str, Callable[[Path], None]] = {
     "many_windows": write_many_windows,
     "filled_up": write_filled_up,
     "state": write_state,
+    "mamba2": write_mamba2,
     "prefix_lm": write_prefix_lm,
     "longrope": write_longrope,
     "eagle": write_eagle,

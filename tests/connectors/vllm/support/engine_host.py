@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # run by itself with -P, which l
 from engine_faults import Faults
 from engine_groups import GroupsOfEngine
 from engine_requests import Requests
+from mended_kernels import mend_mamba2
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -103,6 +104,8 @@ class Host(Requests, GroupsOfEngine, Faults):
             transfer = {"kv_transfer_config": connector}
         if options.get("insist"):
             insist_on(engine)
+        if options.get("mended"):
+            mend_mamba2()
         self.llm = LLM(
             **{
                 "model": options["model"],

@@ -92,10 +92,15 @@ STATE = (2, 3)
 
 
 def groups_of_layers(
-    windows: Sequence[tuple[int, int]], layers: int, size: int, full_at: int, states: Sequence[int] = ()
+    windows: Sequence[tuple[int, int]],
+    layers: int,
+    size: int,
+    full_at: int,
+    states: Sequence[int] = (),
+    checkpoints: bool = False,
 ) -> list[Any]:
     """One group of full attention as number `full_at`, and `windows` (tokens, layers) and `states` (layers) around it.
-    A page is one number per token."""
+    A page is one number per token. `checkpoints`: steps leave states in their middle, too, as those of Mamba 2."""
     shape = {"block_size": size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
     groups = [
         KVCacheGroupSpec([f"window{window}.{number}.{layer}" for layer in range(count)],
@@ -104,6 +109,8 @@ def groups_of_layers(
     ]  # fmt: skip
     page = FullAttentionSpec(**shape).page_size_bytes
     kinds = {"shapes": tuple((count,) for count in STATE), "dtypes": (torch.int64,) * len(STATE)}
+    if checkpoints:
+        kinds |= {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
     groups += [
         KVCacheGroupSpec([f"state.{number}.{layer}" for layer in range(count)],
                          MambaSpec(size, **kinds, page_size_padded=page, mamba_cache_mode="align"))
@@ -134,6 +141,7 @@ class Modelless:
         blocks: int = 64,
         full_at: int = 0,
         states: Sequence[int] = (),
+        checkpoints: bool = False,
         connector: dict[str, Any] | None = None,
         **engine: Any,
     ) -> None:
@@ -143,7 +151,8 @@ class Modelless:
         cache = self.vllm_config.cache_config
         cache.num_gpu_blocks = blocks
         self.size = size
-        groups = groups_of_layers(windows, layers, size, full_at, states)
+        groups = groups_of_layers(windows, layers, size, full_at, states, checkpoints)
+        self.checkpoints = checkpoints
         self.states = [n for n, group in enumerate(groups) if isinstance(group.kv_cache_spec, MambaSpec)]
         if states:
             cache.mamba_cache_mode = "align"
@@ -369,10 +378,27 @@ class Modelless:
             found = torch.cat([part[block] for part in parts_of_state(memory)]).tolist()
             if not block or (begin and found != self._state(name, group, begin)):
                 raise Wrong(f"{name}: group {group}, layer {layer}, state after {begin} tokens, block {block}")
-            state = torch.tensor(self._state(name, group, end))
-            for part, numbers in zip(parts_of_state(memory), state.split(STATE), strict=True):
-                part[block] = numbers
+            self._put_state(memory, block, self._state(name, group, end))
         self.checked += 1
+        if self.checkpoints:
+            self._leave_checkpoint(name, group, begin, end)
+
+    @staticmethod
+    def _put_state(memory: torch.Tensor, block: int, state: list[int]) -> None:
+        for part, numbers in zip(parts_of_state(memory), torch.tensor(state).split(STATE), strict=True):
+            part[block] = numbers
+
+    def _leave_checkpoint(self, name: str, group: int, begin: int, end: int) -> None:
+        """As the kernels of Mamba 2 do it, by vLLM's rule."""
+        from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints  # not in older ones
+
+        size = self.size
+        (offset,), (column,) = compute_mamba_prefill_checkpoints(
+            [end], [end - begin], size, size, 1, drop_eagle_block=False, cache_hit_alignment_tokens=size
+        )
+        if offset and (block := self.tables[name][group][column]):
+            for memory in self.memory[: self.layers[group]]:
+                self._put_state(memory, block, self._state(name, group, begin + offset))
 
     def _state(self, name: str, group: int, tokens: int) -> list[int]:
         first = self._content(name, tokens - 1) * 16 + group
