@@ -11,6 +11,8 @@ times as many of events: at first none is forgotten for a later one).
     match_again   the engine asks for the same request once more, since it got no blocks
     allocated     the request has got blocks: its load
     plan          a step in which all requests decode one token; `completed` is its answer
+    plan_storing  `plan` while 49,000 blocks wait to be stored, as after a mass start: steps in which some are chosen;
+                  `completed_storing` publishes them
     failed_load   an answer in which one block of a load failed
     events        the engine's KV events of a request of 2,048 blocks: when it arrives, and when it is stored
 """
@@ -31,7 +33,10 @@ from typing import Any
 SIZE, REQUESTS, DEPTH, OWN, POOL = 16, 1000, 2048, 50, 100_000
 GROUPS = (POOL - REQUESTS * OWN) // DEPTH
 BLOCK_BYTES = 4096
-KINDS = ("match", "match_again", "allocated", "plan", "completed", "failed_load", "events_arrived", "events_stored")
+KINDS = (
+    "match", "match_again", "allocated", "plan", "completed", "plan_storing", "completed_storing", "failed_load",
+    "events_arrived", "events_stored",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -63,6 +68,14 @@ def measured(steps: int, times: int) -> dict[str, Any]:
             bench.events()
     finally:
         bench.close()
+    storing = Bench(steps, storing=True)
+    try:
+        storing.fill()
+        for _ in range(steps):
+            storing.step()
+        bench.spent |= {kind: storing.spent[kind] for kind in ("plan_storing", "completed_storing")}
+    finally:
+        storing.close()
     shape = {"requests": REQUESTS, "blocks_each": DEPTH, "block_tokens": SIZE, "pool_blocks": POOL}
     return {**shape, "steps": steps, "times": times, "ms": {kind: summary(bench.spent[kind]) for kind in KINDS}}
 
@@ -89,7 +102,8 @@ class Asked(SimpleNamespace):
 class Bench:
     """One scheduler half over a full G2, its requests, and what its calls cost."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, storing: bool = False) -> None:
+        """`storing`: of each request the blocks that are its own are not in G2 yet, and are to be stored at once."""
         from vllm.v1.core.block_pool import BlockPool
 
         import kvtier
@@ -102,7 +116,8 @@ class Bench:
         from kvtier.connectors.vllm.stores import ConnectorLimits
         from kvtier.testing import sample_namespace
 
-        config = Config.parse({"tiers": {"g2": {"capacity": f"{(POOL + 4096) * BLOCK_BYTES // 1024 + 1}KiB"}}})
+        tiers = {"g2": {"capacity": f"{(POOL + 4096) * BLOCK_BYTES // 1024 + 1}KiB"}}
+        config = Config.parse({"tiers": tiers, "offload": {"mode": "eager" if storing else "auto"}})
         self.cache = kvtier.open(config, sample_namespace(BLOCK_BYTES, block_tokens=SIZE))
         caches: Any = SimpleNamespace(
             cache=self.cache,
@@ -119,6 +134,7 @@ class Bench:
         self._running: list[Asked] = []
         self._heads = [self._hashes(DEPTH) for _ in range(GROUPS)]
         self._count = 0
+        self._storing = storing
         self.spent: dict[str, list[float]] = {kind: [] for kind in KINDS}
 
     def close(self) -> None:
@@ -157,6 +173,10 @@ class Bench:
             asked.num_computed_tokens = asked.num_tokens
             self._half.arrive(asked)
             table = tables[group][:-OWN] + own
+            if self._storing:
+                named = 0 if number < GROUPS else DEPTH - OWN
+                blocks = [self._pool.blocks[block] for block in table]
+                self._pool.cache_full_blocks(asked, blocks, named, len(hashes), SIZE, 0)
             new.append(SimpleNamespace(req_id=asked.request_id, block_ids=(table,), num_computed_tokens=0))
             self._running.append(asked)
         planned = {asked.request_id: asked.num_tokens for asked in self._running}
@@ -218,12 +238,14 @@ class Bench:
             cached.append((asked.request_id, table, asked.num_computed_tokens))
             planned[asked.request_id] = 1
         meta = self._timed("plan", self._half.plan, self._output(planned, cached=cached))
+        if meta.stores:
+            self.spent["plan_storing"].append(self.spent["plan"].pop())
         for asked in self._running:
             asked.num_tokens += 1
             asked.num_computed_tokens += 1
             if asked.num_tokens % SIZE == 0:
                 asked.block_hashes.append(self._dice.randbytes(32))
-        self._answer(meta, "completed")
+        self._answer(meta, "completed_storing" if meta.stores else "completed")
 
     def events(self) -> None:
         """A request arrives, and its blocks are stored."""

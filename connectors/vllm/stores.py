@@ -37,6 +37,10 @@ _LEAST_BYTES = 64 << 20
 """What a step may copy out however short it is."""
 _PRESSED_S = 0.05
 """The same where blocks are handed out again as soon as they are free."""
+_STEP_BLOCKS = 1024
+"""Most blocks that a step chooses by their age. Each costs the engine's one thread about 10 µs."""
+_PACE_BLOCKS, _PACE_BLOCKS_S = 32, 5000.0
+"""The same of a step that requests wait for: so many, or so many per second since the last one, a twentieth of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,7 @@ class Stores:
         # Copies go out in batches, since each command costs the workers' threads as much as many blocks.
         self._grain = min(_GRAIN_S, offload.dirty_max_age / 4)
         self._copied_at = -math.inf  # when copies were last planned
+        self._paced_at = Mono("-inf")  # up to when `_pace` has let blocks pass
         self._look_at = -math.inf  # when to look for aged blocks again
         self._taken = 0  # blocks handed out since the free queue was looked through
         self._walked_free = 0  # its length then
@@ -135,6 +140,8 @@ class Stores:
         """Blocks of a chain from depth `start` on were confirmed: they are dirty from now on."""
         assert self._confirmer is not None
         now = self._clock.monotonic()
+        if not self._dirty:
+            self._paced_at = now
         for depth, block, token in zip(range(start, start + len(blocks)), blocks, tokens, strict=True):
             known = self._dirty.get(chain[depth])
             if known is not None:
@@ -211,12 +218,14 @@ class Stores:
         if not near and not aged:
             return []
         limit = max(1, self._step_bytes(now) // manager.host.block_bytes)
-        head = pool.head(self.limits.spill_ahead_blocks) if near else ()
-        before = (now if eager else now - self._offload.dirty_max_age) if aged else Mono("-inf")
-        picked = self._dirty.pick(head, limit, before)
-        if len(picked) < limit:  # else there is more of it
-            self._walked_free, self._taken = (pool.free(), 0) if near else (self._walked_free, self._taken)
-            self._look_at = now + self._grain if aged else self._look_at
+        picked = self._dirty.pick(pool.head(self.limits.spill_ahead_blocks), limit, Mono("-inf")) if near else []
+        if near and len(picked) < limit:  # else there is more of it
+            self._walked_free, self._taken = pool.free(), 0
+        if aged:
+            most = min(limit - len(picked), self._pace(now, hurry=idle or pressed or not pool.caching))
+            ripe = self._dirty.pick((), most, now if eager else now - self._offload.dirty_max_age)
+            picked += ripe
+            self._look_at = now + self._grain if len(ripe) < most else self._look_at
         held: list[list[Slot]] = []
         try:
             runs = [
@@ -238,6 +247,13 @@ class Stores:
         self._storing[moves[0].job] = work
         self._copied_at = now
         return moves
+
+    def _pace(self, mono_s: Mono, *, hurry: bool) -> int:
+        """Most blocks that this step chooses by their age. The rest waits: the free queue's head is chosen anyway, so
+        none of it is lost for that. `hurry` where no request waits for the step, or where blocks are handed out as soon
+        as they are free."""
+        passed, self._paced_at = (mono_s - self._paced_at) * _PACE_BLOCKS_S, mono_s
+        return _STEP_BLOCKS if hurry else int(min(_STEP_BLOCKS, max(_PACE_BLOCKS, passed)))
 
     def _step_bytes(self, mono_s: float) -> int:
         """Most bytes of a step's copies: what the link cannot have moved by the next one would only queue."""

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -282,7 +283,7 @@ class Faults:
                         spared.wait(seconds)
                         os.kill(worker.process.pid, signal.SIGCONT)
 
-        threading.Thread(target=strike, daemon=True).start()
+        self._faults["striking"] = ThreadPoolExecutor(1, "strike").submit(strike)
 
     def struck(self) -> int:
         """How often."""
@@ -290,6 +291,7 @@ class Faults:
 
     def spare_process(self) -> None:
         self._faults.pop("spared").set()
+        self._faults.pop("striking").result(30)  # what ended it before is an error of the test
 
     def sicken(self, tier: str, how: str) -> None:
         """`error`, `hang` or `` (healthy again): every call into a lower tier from now on."""
