@@ -230,6 +230,9 @@ class Storm:
         self.asked: dict[str, list[int]] = {}
         self.broken: list[str] = []
         self.waits = self.fails = 0.0
+        self.wrap()
+
+    def wrap(self) -> None:
         worker = self.engine.worker
         self._poll, self._submit = worker.poll, worker._submit
         worker.poll, worker._submit = self.poll, self.submit
