@@ -109,9 +109,9 @@ def write_filled_up(path: Path) -> None:
 
 
 def write_state(path: Path) -> None:
-    """Two layers in three keep a state, which fits into a page of 32 tokens, also in the four bytes a number that CPUs
-    without AMX keep. It forgets slowly: as made, it would forget a token within the next one, and nobody would notice a
-    wrong state."""
+    """Two layers in three keep a state, which fits into a page of 32 tokens, also in the four bytes a number that vLLM
+    keeps on CPUs with instructions for bfloat16. It forgets slowly: as made, it would forget a token within the next
+    one, and nobody would notice a wrong state."""
     from transformers import Qwen3NextConfig
 
     _write_causal(path, Qwen3NextConfig(
