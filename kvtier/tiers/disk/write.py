@@ -115,7 +115,7 @@ class WriteBatch:
     def _reserve_some(self, txn: WriteTxn, places: Sequence[int], wall_s: Wall) -> list[SlotReservation | Stored]:
         """Slots for these blocks, or why they get none; nothing if room for them is being made or searched for."""
         self._began = min(self._began, txn.tick)
-        with txn.going_on(self._began, {self._blocks[place].name for place in self._reserved}):
+        with txn.going_on(self._began, [self._blocks[place] for place in self._reserved]):
             slots = [txn.reserve(self._blocks[place], wall_s, self._share_bytes) for place in places]
         goes_on = txn.order.cut_short or self._store.room.serves(self._store.index, slot_class(self._block_bytes))
         if Stored.FULL not in slots or not goes_on:

@@ -8,7 +8,7 @@ commit that took them from their old owner.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,6 @@ from kvtier.tiers.disk.records import (
     FreeSlot,
     NewBlock,
     SlotReservation,
-    number_key,
     order_parts,
     priority_in,
     rank_of,
@@ -99,7 +98,7 @@ class WriteTxn:
         self._wall_s = Wall(0)  # of the last verb that was given it
         self._since = self.tick  # when what is done now began
         self._reserved: set[bytes] = set()  # blocks that have a reservation from here,
-        self._coming = Counter[bytes]()  # and how many, by scope
+        self._coming = Counter[bytes]()  # and the bytes of their slots, by scope
         self._extra_evictions = EXTRA_EVICTIONS_MAX
         self._sheltered: set[bytes] = set()  # parents of those, and blocks that were published here: no victims
 
@@ -117,12 +116,11 @@ class WriteTxn:
         return self._entries.find(name)
 
     @contextmanager
-    def going_on(self, since: int, reserved: Set[bytes]) -> Iterator[None]:
-        """While inside, go on with what a transaction of the tick `since` began: blocks of these names have slots from
-        there, and what is used now ranks as if it had been used then."""
+    def going_on(self, since: int, reserved: Iterable[NewBlock]) -> Iterator[None]:
+        """While inside, go on with what a transaction of the tick `since` began: these blocks have slots from there,
+        and what is used now ranks as if it had been used then."""
         self._since = since
-        self._reserved |= reserved
-        self._coming.update(map(scope_in, reserved))
+        self._expect(reserved)
         try:
             yield
         finally:
@@ -155,8 +153,7 @@ class WriteTxn:
         reservation = self._reserve_slot(slot_class(block.length), worth)
         if reservation is None:
             return Stored.FULL
-        self._reserved.add(block.name)
-        self._coming[scope_in(block.name)] += 1
+        self._expect([block])
         return reservation
 
     def reserve_slots(self, slot_cls: int, count: int) -> list[SlotReservation]:
@@ -300,17 +297,15 @@ class WriteTxn:
         """Whether the block may be served: it is not expired and no tombstone covers it."""
         return block.life.servable(Depth.G3, wall_s) and not self.purged.covers(name, block.mark)
 
-    def reservations(self, segment: int | None = None) -> list[SlotReservation]:
-        """Those of all processes, in one segment or in all."""
-        prefix = RESERVED if segment is None else number_key(RESERVED, segment)
-        return [SlotReservation.decode(key, raw) for key, raw in rows(self._txn, prefix)]
+    def reservations(self) -> list[SlotReservation]:
+        """Those of all processes."""
+        return [SlotReservation.decode(key, raw) for key, raw in rows(self._txn, RESERVED)]
 
     def reclaim(self, limit: int | None = None) -> int:
         """Free the slots of owners that are dead, up to `limit`. Returns how many."""
         found = self.reservations()
         alive = {owner: owner.alive(self._owner) for owner in {one.owner for one in found}}
-        dead = [one for one in found if not alive[one.owner]][:limit]
-        for reservation in dead:
+        for reservation in (dead := [one for one in found if not alive[one.owner]][:limit]):
             self.release(reservation)
         return len(dead)
 
@@ -400,16 +395,21 @@ class WriteTxn:
         self._extra_evictions -= number > 0
         return number == 0 or self._extra_evictions >= 0
 
+    def _expect(self, blocks: Iterable[NewBlock]) -> None:
+        for block in blocks:
+            self._reserved.add(block.name)
+            self._coming[scope_in(block.name)] += slot_class(block.length) * SLOT_ALIGN
+
     def _want(self, slot_cls: int, priority: int, *, must: bool) -> None:
         """The class could use a segment of another, if there is one."""
         if self.order.has_other(slot_cls):
             self._memory.demand.want(slot_cls, priority, self.tick, must=must)
 
     def _make_room(self, block: NewBlock, share_bytes: int, priority: int, *, ahead: bool = False) -> bool:
-        """Whether the block's scope stays within `share_bytes` with it (`ahead`: and with those of its size that have
-        slots from here). Its own coldest blocks are evicted for that."""
-        scope, size, number = scope_in(block.name), slot_class(block.length) * SLOT_ALIGN, 0
-        wanted = size * (1 + self._coming[scope] * ahead)
+        """Whether the block's scope stays within `share_bytes` with it (`ahead`: and with those that have
+        slots from here). Its own coldest are evicted for that."""
+        scope, number = scope_in(block.name), 0
+        wanted = slot_class(block.length) * SLOT_ALIGN + self._coming[scope] * ahead
         while (held := self._shares.of(scope)) + wanted > share_bytes:
             if not self._may_evict(number):
                 self.order.cut_short |= held <= share_bytes  # else it holds too much: it shrinks, but nobody waits

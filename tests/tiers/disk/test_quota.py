@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import lmdb
@@ -110,6 +111,28 @@ async def test_the_last_of_a_scope_may_be_its_only_block(tmp_path: Path) -> None
         assert await put(tier, chain(1, 2, A), parents=True) == [Stored.STORED, Stored.FULL]
         assert await put(tier, chain(2, 1, A), parents=True) == [Stored.STORED]
         assert (here(tier, chain(1, 2, A)), here(tier, chain(2, 1, A))) == (0, 1)
+
+
+async def test_blocks_of_two_sizes_that_come_together_fill_no_share_twice(tmp_path: Path) -> None:
+    """Each counts as large as it is: 40 of 4 KiB and 4 of 32 KiB are less than the share of 1 MiB."""
+    sizes, clock, go_on = (BLOCK, 8 * BLOCK), VirtualClock(), threading.Event()
+    async with AsyncExitStack() as stack:
+        tiers = []
+        for size in sizes:
+            tier = DiskTier([tmp_path / "g3"], 1 << 30, sample_namespace(size), clock=clock, quota=2**-10)
+            await tier.open()
+            stack.push_async_callback(tier.close, FAR_S)
+            tiers.append(tier)
+        chains = [
+            list(chain_of(sample_namespace(size), length, seed=size, scope=A))
+            for size, length in zip(sizes, (40, 4), strict=True)
+        ]
+        tiers[0]._store.submit(lambda txn: go_on.wait(30))  # so that both are of one transaction
+        written = asyncio.gather(*(put(*one, parents=True) for one in zip(tiers, chains, strict=True)))
+        await asyncio.sleep(0.2)
+        go_on.set()
+        assert await written == [[Stored.STORED] * 40, [Stored.STORED] * 4]
+        assert counted(tiers[0]) == {A: 40 + 4 * 8}
 
 
 async def test_a_retained_block_is_not_given_up(tmp_path: Path) -> None:
