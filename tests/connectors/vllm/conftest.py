@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -162,3 +162,19 @@ def prefix_lm(
     right = [plain.generate(prompts=[one], settle=False)[0]["tokens"] for one in prompts]
     plain.kill()
     return options, prompts, right
+
+
+@pytest.fixture
+def modelless(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Begins engines without a model over one folder; they are closed at the end."""
+    from tests.connectors.vllm.support.modelless import Modelless
+
+    made: list[Modelless] = []
+
+    def begin(windows: Sequence[tuple[int, int]] = (), **options: Any) -> Modelless:
+        made.append(Modelless(tmp_path, windows, **options))
+        return made[-1]
+
+    yield begin
+    for engine in made:
+        engine.close()

@@ -6,7 +6,7 @@ vLLM's own scheduler without a model, as in test_hybrid_steps and test_state_ste
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,8 @@ PLANNED = pytest.mark.parametrize("asynchronous", [False, True], ids=["in turn",
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[Modelless] = []
-
-    def begin(states: Sequence[int] = (), windows: tuple[tuple[int, int], ...] = (), **options: Any) -> Modelless:
-        made.append(Modelless(tmp_path, windows, states=states, size=SIZE, **options))
-        return made[-1]
-
-    yield begin
-    for engine in made:
-        engine.close()
+def make(modelless: Make) -> Make:
+    return lambda states=(), windows=(), **options: modelless(windows, states=states, size=SIZE, **options)
 
 
 def turn(engine: Modelless, asked: list[int], tokens: int) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,8 @@ SIZE = 8
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[Modelless] = []
-
-    def begin(windows: list[tuple[int, int]], **options: Any) -> Modelless:
-        made.append(Modelless(tmp_path, windows, size=SIZE, **options))
-        return made[-1]
-
-    yield begin
-    for engine in made:
-        engine.close()
+def make(modelless: Make) -> Make:
+    return partial(modelless, size=SIZE)
 
 
 def prompt(seed: int, length: int) -> list[int]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,16 +21,8 @@ Make = Callable[..., Modelless]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[Modelless] = []
-
-    def begin(states: list[int], windows: tuple[tuple[int, int], ...] = (), **options: Any) -> Modelless:
-        made.append(Modelless(tmp_path, windows, states=states, size=SIZE, **options))
-        return made[-1]
-
-    yield begin
-    for engine in made:
-        engine.close()
+def make(modelless: Make) -> Make:
+    return lambda states, windows=(), **options: modelless(windows, states=states, size=SIZE, **options)
 
 
 @pytest.mark.parametrize(

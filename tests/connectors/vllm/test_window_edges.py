@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -21,16 +20,8 @@ Make = Callable[..., Modelless]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[Modelless] = []
-
-    def begin(windows: list[tuple[int, int]], **options: Any) -> Modelless:
-        made.append(Modelless(tmp_path, windows, size=SIZE, **options))
-        return made[-1]
-
-    yield begin
-    for engine in made:
-        engine.close()
+def make(modelless: Make) -> Make:
+    return partial(modelless, size=SIZE)
 
 
 SHORT = (1, 9, 24)
