@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
@@ -167,18 +168,21 @@ async def test_a_store_that_hangs_is_asked_once_and_waited_for_no_longer_than_th
     names: list[str] = []
     store = Hanging()
     keys = StoredKeys(store, sample_keyring(), VirtualClock())
-    found = await asyncio.gather(*(load(keys, [TENANT], 0.02) for _ in range(50)))
-    assert found == [{TENANT: Miss.NO_KEY}] * 50
-    assert names == [keys.name_of(TENANT)]
-    with pytest.raises(TierError, match="does not answer"):
-        await obtain(keys, [TENANT], 0.02)
-    others = [scope_of(str(number)) for number in range(100)]
-    assert set((await load(keys, others, 0.02)).values()) == {Miss.NO_KEY}
-    assert len(names) == ASKING_MAX and 0 < _asking() <= ASKING_MAX
-    assert await asyncio.to_thread(lambda: 7) == 7
-    gate.set()
-    while _asking():  # noqa: ASYNC110 - a thread's end tells nobody
-        await asyncio.sleep(0.01)
+    try:
+        found = await asyncio.gather(*(load(keys, [TENANT], 0.02) for _ in range(50)))
+        assert found == [{TENANT: Miss.NO_KEY}] * 50
+        await _until(lambda: len(names) > 0)
+        assert names == [keys.name_of(TENANT)]
+        with pytest.raises(TierError, match="does not answer"):
+            await obtain(keys, [TENANT], 0.02)
+        others = [scope_of(str(number)) for number in range(100)]
+        assert set((await load(keys, others, 0.02)).values()) == {Miss.NO_KEY}
+        await _until(lambda: len(names) >= ASKING_MAX)
+        assert len(names) == ASKING_MAX and 0 < _asking() <= ASKING_MAX
+        assert await asyncio.to_thread(lambda: 7) == 7
+    finally:
+        gate.set()
+    await _until(lambda: not _asking())
     assert isinstance((await load(keys, [TENANT], 5.0))[TENANT], DataKey), "the call that was given up made it"
 
 
@@ -212,7 +216,8 @@ def test_that_there_was_no_key_does_not_hide_the_one_made_meanwhile() -> None:
     assert isinstance(keys.find(TENANT), DataKey) and isinstance(keys.peek(TENANT), DataKey)
 
 
-async def test_the_seventeenth_asker_waits_for_one_of_sixteen() -> None:
+async def test_the_seventeenth_asker_waits_for_one_of_sixteen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.tiers.data_keys.READ_S", 60.0)
     gate, began = threading.Event(), []
 
     class Slow:
@@ -226,14 +231,21 @@ async def test_the_seventeenth_asker_waits_for_one_of_sixteen() -> None:
 
     scopes = [scope_of(str(number)) for number in range(ASKING_MAX + 20)]
     slow = cast("StoredKeys", Slow())
-    asked = asyncio.create_task(load(slow, scopes, 10.0))
-    while len(began) < ASKING_MAX:  # noqa: ASYNC110 - a thread's start tells nobody
-        await asyncio.sleep(0.001)
-    assert 0 < _asking() <= ASKING_MAX and not asked.done()
-    assert set((await load(slow, [scope_of("last")], 0.01)).values()) == {Miss.NO_KEY}, "and no longer than it may"
-    gate.set()
+    asked = asyncio.create_task(load(slow, scopes, 120.0))
+    try:
+        await _until(lambda: len(began) >= ASKING_MAX)
+        assert 0 < _asking() <= ASKING_MAX and not asked.done()
+        assert set((await load(slow, [scope_of("last")], 0.01)).values()) == {Miss.NO_KEY}, "and no longer than it may"
+    finally:
+        gate.set()
     assert set((await asked).values()) == {Miss.NO_KEY}
     assert len(began) <= len(scopes) + 1
+
+
+async def _until(seen: Callable[[], bool]) -> None:
+    """A thread's start and end tell nobody."""
+    while not seen():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
 
 
 def _asking() -> int:
