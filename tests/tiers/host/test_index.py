@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import random
 import sys
+from collections.abc import Sequence
 
 import pytest
 
-from kvtier.identity.keys import KEY_PARTS
+from kvtier.bench.retention.byteless import EmptyArena
+
+from kvtier.identity.keys import KEY_PARTS, BlockKey
+from kvtier.policies.policy import make_policy
 from kvtier.testing import chain_of, sample_namespace
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.host.index import SlotIndex
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.host.slot_table import SlotTable
+from kvtier.tiers.host.tier import HostTier
+from kvtier.times import Wall
 
 KEYS = chain_of(sample_namespace(4096), 5000)
 
@@ -55,3 +62,55 @@ def test_a_slot_s_memory_is_its_place_in_the_arena() -> None:
         assert [bytes(piece) for piece in arena.pieces(3)] == [bytes(piece) for piece in slot.pieces]
     finally:
         arena.close()
+
+
+def looked_up(index: SlotIndex, keys: Sequence[BlockKey]) -> list[int]:
+    """`SlotIndex.leading` one by one, where none has expired."""
+    numbers = list[int]()
+    for key in keys:
+        if (slot := index.get(key)) is None:
+            break
+        numbers.append(slot.number)
+    return numbers
+
+
+def scattered(dice: random.Random) -> tuple[HostTier, list[list[BlockKey]]]:
+    """Chains in stretches of neighbouring slots of all lengths. Of some blocks a slot is left that somebody still reads,
+    of others one that somebody fills."""
+    tier = HostTier(EmptyArena(2000), make_policy("lru", 2000))
+    tier.open()
+    chains = [chain_of(sample_namespace(4096), 300, seed) for seed in range(6)]
+    depths, table = [0] * len(chains), tier.index.table
+    while min(depths) < 300:
+        which, blocks = dice.randrange(len(chains)), dice.choice((1, 2, 7, 8, 9, 63, 64, 65, 130, 300))
+        keys = chains[which][depths[which] : depths[which] + blocks]
+        numbers, _ = tier.reserve_leading(keys, depths[which], None, insist=False, priority=50, wall_s=Wall(1))
+        depths[which] += len(numbers)
+        filled = [(Slot(number, table), table.generations[number]) for number in numbers]
+        if dice.random() < 0.1 and filled:
+            filled.pop(dice.randrange(len(filled)))
+        tier.commit_all(filled)
+    for chain in chains:
+        for key in dice.sample(chain, dice.choice((0, 1, 1, 5))):
+            if (pinned := tier.pin(key, Wall(1))) is not None and tier.drop(key) and dice.random() < 0.7:
+                again = tier.reserve(key, pinned.index, wall_s=Wall(1))
+                assert again is not None and again.number != pinned.number, "its old slot is still read"
+                tier.commit(again, again.generation)
+    tier.check()
+    return tier, chains
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_in_neighbouring_slots_are_those_that_would_be_found_one_by_one(seed: int) -> None:
+    dice = random.Random(seed)
+    tier, chains = scattered(dice)
+    strangers = chain_of(sample_namespace(4096), 300, 99)
+    for chain in chains:
+        for _ in range(20):
+            first = dice.randrange(300)
+            asked = chain[first : first + dice.choice((1, 2, 8, 64, 65, 300))]
+            if dice.random() < 0.5:
+                asked[dice.randrange(len(asked))] = dice.choice(dice.choice([*chains, strangers]))
+            for keys in (asked, tuple(asked), [*asked, *asked], chain[first:] + chains[0]):
+                assert tier.index.leading(keys, Wall(1), None) == looked_up(tier.index, keys)
+    assert tier.index.leading([], Wall(1), None) == []
