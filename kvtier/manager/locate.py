@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.hierarchy import Hierarchy
@@ -19,10 +19,12 @@ _LOOKUP_BLOCKS_MAX = 4096  # that a tier is asked for in one call: fewer where i
 
 
 class Locator:
-    """Look-ups over all tiers. Runs on one event loop; pins nothing."""
+    """Look-ups over all tiers. Runs on one event loop; pins nothing. `stuck`: the blocks that a tier, by its name, has
+    been reading for too long."""
 
-    def __init__(self, hierarchy: Hierarchy) -> None:
+    def __init__(self, hierarchy: Hierarchy, stuck: Callable[[str], Sequence[Collection[BlockKey]]]) -> None:
         self._hierarchy = hierarchy
+        self._stuck = stuck
         self._host, self._lock, self._clock = hierarchy.host, hierarchy.lock, hierarchy.clock
 
     @traced_lookup
@@ -64,12 +66,12 @@ class Locator:
                 self._enter(tier.name, where, part, [Miss.NO_ROOM] * len(part))
             return bool(parts)
         if len(parts) == 1:
-            self._enter(tier.name, where, parts[0], await tier.lookup(chain, parts[0], deadline))
+            self._enter(tier.name, where, parts[0], await self._lookup(tier, chain, parts[0], deadline))
             return True
         asked, calls = bool(parts), deque[asyncio.Task[list[Miss | None]]]()
         try:
             for part in parts:
-                calls.append(asyncio.ensure_future(tier.lookup(chain, part, deadline)))
+                calls.append(asyncio.ensure_future(self._lookup(tier, chain, part, deadline)))
                 await asyncio.sleep(0)  # it begins in a turn of its own
             while calls:  # what is done with goes in its turn: all at once would be a long one
                 self._enter(tier.name, where, parts[0], await calls[0])
@@ -81,6 +83,17 @@ class Locator:
             await asyncio.gather(*calls, return_exceptions=True)
             raise
         return asked
+
+    async def _lookup(
+        self, tier: Metered, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: Mono
+    ) -> list[Miss | None]:
+        """The tier's answers. A block that it has been reading for too long is LATE."""
+        answers = await tier.lookup(chain, wanted, deadline)
+        if stuck := self._stuck(tier.name):
+            for at, (index, miss) in enumerate(zip(wanted, answers, strict=True)):
+                if miss is None and any(chain[index] in keys for keys in stuck):
+                    answers[at] = Miss.LATE
+        return answers
 
     def _enter(self, name: str, where: list[Where], wanted: Sequence[int], answers: Sequence[Miss | None]) -> None:
         for index, miss in zip(wanted, answers, strict=True):

@@ -15,6 +15,7 @@ import numpy as np
 from kvtier.errors import ClosedError
 from kvtier.identity.key_map import KeyMap
 from kvtier.identity.keys import BlockKey
+from kvtier.manager.given_up import GivenUpLoads, Load
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.lease import Promotion
 from kvtier.manager.locate import Locator
@@ -38,9 +39,6 @@ LOADS_AT_ONCE = 16
 
 _SMOOTHING = 0.2
 
-_Load = asyncio.Task[Outcomes]
-"""Reads a slice into reserved slots; its result is an outcome for each of them."""
-
 
 class Promoter:
     """Look-ups, plans and loads under way. Runs on one event loop; slots change under the hierarchy's lock."""
@@ -49,12 +47,11 @@ class Promoter:
         self._hierarchy = hierarchy
         self._host, self._lock, self._clock = hierarchy.host, hierarchy.lock, hierarchy.clock
         self._turns = hierarchy.turns
-        self.locate = Locator(hierarchy).locate
-        self._under_way = KeyMap[_Load]()
-        self._abandoned: set[_Load] = set()
+        self.given_up = GivenUpLoads(hierarchy)
+        self.locate = Locator(hierarchy, self.given_up.stuck).locate
+        self._under_way = KeyMap[Load]()
         self._compute_s_per_block: float | None = None
         self._closed = False
-        self.late = 0  # blocks that arrived after their deadline
 
     # ── planning ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -214,10 +211,10 @@ class Promoter:
 
         A task per slice. At each yield a block is in `_under_way`, where a request for it shares the load, or its
         outcome is in `found`, or it has not been looked at. What a task has read is pinned for its result: that goes to
-        `found`, or is undone by `_abandon`.
+        `found`, or is undone once it is given up.
         """
-        mine: list[tuple[str, _Load, Sequence[int]]] = []
-        shared: list[tuple[_Load, str, list[int]]] = []
+        mine: list[tuple[str, Load, Sequence[tuple[int, Slot]]]] = []
+        shared: list[tuple[Load, str, list[int]]] = []
         stop = len(chain)  # the first block that there is no slot for: later ones are of no use without it
         try:
             for name, indices in loads.items():
@@ -234,21 +231,21 @@ class Promoter:
                     shared += ((load, name, depths) for load, depths in joined.items())
                     if reserved:
                         load = self._start(name, chain, reserved, deadline)
-                        mine.append((name, load, [index for index, _ in reserved]))
+                        mine.append((name, load, reserved))
                     stop = min([stop, *(index for index in part if found.get(index) is Miss.NO_ROOM)])
             await self._wait([*(load for _, load, _ in mine), *(load for load, _, _ in shared)], deadline)
             while mine:
-                name, load, depths = mine[-1]
+                name, load, reserved = mine[-1]
                 if load.done() and not load.cancelled():
                     found.update(load.result())
                 else:
-                    self._abandon(name, load, len(depths))
-                    found.update(dict.fromkeys(depths, Miss.LATE))
+                    self._give_up(name, load, chain, reserved)
+                    found.update({index: Miss.LATE for index, _ in reserved})
                 mine.pop()
                 await self._turns.next()
         except BaseException:
-            for name, load, depths in mine:
-                self._abandon(name, load, len(depths))
+            for name, load, reserved in mine:
+                self._give_up(name, load, chain, reserved)
             raise
         late: dict[str, list[int]] = {}
         for load, name, depths in shared:
@@ -260,17 +257,21 @@ class Promoter:
 
     def _reserve(
         self, name: str, chain: Sequence[BlockKey], depths: Sequence[int], found: Outcomes
-    ) -> tuple[dict[_Load, list[int]], list[tuple[int, Slot]]]:
+    ) -> tuple[dict[Load, list[int]], list[tuple[int, Slot]]]:
         """Returns the depths that earlier requests load, and FILLING slots for the others; in `found` are the outcomes
         of those that turned up meanwhile, or have no slot."""
-        joined: dict[_Load, list[int]] = {}
+        joined: dict[Load, list[int]] = {}
         reserved: list[tuple[int, Slot]] = []
         at, clogged = 0, self._hierarchy.is_clogged(self._hierarchy.lower[name])
         barred = Miss.BREAKER if self._closed else Miss.NO_ROOM if clogged else None
         with self._lock:
             while at < len(depths):
                 index = depths[at]
-                if (under_way := self._under_way.get(chain[index])) is not None:
+                under_way = self._under_way.get(chain[index])
+                if under_way is not None and barred is None and self.given_up.take_over(under_way, chain[index]):
+                    del self._under_way[chain[index]]
+                    continue
+                if under_way is not None:
                     joined.setdefault(under_way, []).append(index)
                 elif barred is not None:
                     found[index] = barred
@@ -307,7 +308,7 @@ class Promoter:
             return self._host.reserve(key, index, insist=True) or Miss.NO_ROOM
         return self._host.pin(key, self._clock.wall()) or why or Miss.EVICTED
 
-    def _join(self, chain: Sequence[BlockKey], load: _Load, depths: Sequence[int], found: Outcomes) -> None:
+    def _join(self, chain: Sequence[BlockKey], load: Load, depths: Sequence[int], found: Outcomes) -> None:
         """Set the outcomes of blocks that an earlier request was loading."""
         result = load.result() if load.done() and not load.cancelled() and load.exception() is None else Outcomes()
         with self._lock:
@@ -320,7 +321,7 @@ class Promoter:
                     outcome = loaded if isinstance(loaded, Miss) else Miss.EVICTED
                 found[index] = Miss.LATE if outcome is Miss.PENDING else outcome
 
-    async def _wait(self, loads: Iterable[_Load], deadline: Mono) -> bool:
+    async def _wait(self, loads: Iterable[Load], deadline: Mono) -> bool:
         """Until all have ended, or the deadline; whether all have. One after the other: a wait for a thousand that end
         together would be called a thousand times in one turn."""
         for load in list(loads):
@@ -332,13 +333,13 @@ class Promoter:
 
     def _start(
         self, name: str, chain: Sequence[BlockKey], reserved: Sequence[tuple[int, Slot]], deadline: Mono
-    ) -> _Load:
+    ) -> Load:
         load = self._hierarchy.supervisor.spawn(self._read(self._hierarchy.lower[name], chain, reserved, deadline))
         for index, _ in reserved:
             self._under_way[chain[index]] = load
         generations = [slot.generation for _, slot in reserved]
 
-        def ended(load: _Load) -> None:
+        def ended(load: Load) -> None:
             """Free the slots of a load that was cancelled before its first step."""
             if any(self._under_way.get(chain[index]) is load for index, _ in reserved):
                 reads = zip(reserved, generations, [Miss.LATE] * len(reserved), strict=True)
@@ -394,9 +395,13 @@ class Promoter:
         in_flight: bool,
     ) -> dict[int, LoadOutcome]:
         """Publish and pin what was read into these slots, of these generations, and free the others."""
-        outcomes, filled = dict[int, LoadOutcome](), list[Hold]()
+        outcomes, filled, others = dict[int, LoadOutcome](), list[Hold](), list[Hold]()
         with self._lock:
             for (index, slot), generation, result in reads:
+                if slot.state is SlotState.QUARANTINED:  # another load has the block
+                    outcomes[index] = Miss.LATE
+                    others.append((slot, generation))
+                    continue
                 self._under_way.pop(chain[index], None)
                 if isinstance(result, Loaded):
                     slot.describe(generation, result.life.dated_by(began), result.digest, result.priority)
@@ -407,39 +412,30 @@ class Promoter:
             seen = self._host.commit_all(filled, latest)
             self._host.pins.pin_all(numbers := {slot.number for slot in seen})
             self._host.tell(seen)
+        if not in_flight:
+            self._hierarchy.release(others)
         for (index, slot), _, _ in reads:
             outcomes.setdefault(index, slot if slot.number in numbers else Miss.PURGED)
         return outcomes
 
     @property
     def overdue(self) -> int:
-        """Slots of loads that nobody waits for any more."""
-        return sum(tier.overdue for tier in self._hierarchy.lower.every())
+        """FILLING slots of loads that nobody waits for any more."""
+        return sum(tier.overdue for tier in self._hierarchy.lower.every()) - self.given_up.taken
 
-    def _abandon(self, name: str, load: _Load, blocks: int) -> None:
-        """Nobody waits for this load of so many blocks from a tier any more: undo its pins when it ends."""
-        tier, waiting = self._hierarchy.lower[name], 0 if load.done() else blocks
-        tier.overdue += waiting
-        self._abandoned.add(load)
-
-        def ended(load: _Load) -> None:
-            self._abandoned.discard(load)
-            tier.overdue -= waiting
-            if load.cancelled() or load.exception() is not None:
-                return
-            arrived = load.result()
-            self.late += sum(isinstance(outcome, Slot) for outcome in arrived.values())
-            self._undo(arrived)
-
-        load.add_done_callback(ended)
+    def _give_up(self, name: str, load: Load, chain: Sequence[BlockKey], reserved: Sequence[tuple[int, Slot]]) -> None:
+        """Nobody waits for this load from a tier into these slots any more."""
+        slots = {chain[index]: (slot, slot.generation) for index, slot in reserved}
+        self.given_up.add(self._hierarchy.lower[name], load, slots)
 
     async def close(self, deadline: Mono) -> None:
         """Begin no load any more. Wait for those under way, and no longer than GRACE_S for those that were given up,
         then cancel them."""
         self._closed = True
-        tasks = {*self._under_way.values(), *self._abandoned}
-        await self._wait(tasks - self._abandoned, deadline)
-        await self._wait(self._abandoned, min(deadline, self._clock.monotonic() + GRACE_S))
+        given_up = self.given_up.loads()
+        tasks = {*self._under_way.values(), *given_up}
+        await self._wait(tasks - given_up, deadline)
+        await self._wait(given_up, min(deadline, self._clock.monotonic() + GRACE_S))
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -39,7 +39,7 @@ def stats_of(
                 "latency": {},
                 "pinned": host.pinned,
                 "quarantined": host.quarantined + promoter.overdue,
-                "late": promoter.late,
+                "late": promoter.given_up.late,
                 "refused": {"quota": host.quota.refused},
                 "health": hierarchy.service.health.value,
             },

@@ -1,0 +1,155 @@
+"""Reads that no tier ends: their blocks come from another one, and their slots stay theirs."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+import kvtier
+from kvtier.clock import Clock, SystemClock
+from kvtier.identity.keys import BlockKey
+from kvtier.manager.given_up import GivenUpLoads
+from kvtier.retention.terms import Depth
+from kvtier.testing import MemoryTier, chain_of, payloads_of, sample_namespace
+from kvtier.tiers.protocol import Loaded, Miss, Target
+
+BLOCK = 4096
+NS = sample_namespace(BLOCK)
+CONFIG = kvtier.Config.parse({"tiers": {"g2": {"capacity": 64 * BLOCK}}})
+
+
+async def until(true: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not true():  # noqa: ASYNC110 - each turn of the loop counts
+            await asyncio.sleep(0)
+
+
+class Stuck(MemoryTier):
+    """Reads that began while `gate` is closed wait for it, and may then scribble over their slots, which they say."""
+
+    def __init__(self, clock: Clock, scribbles: bool = True) -> None:
+        super().__init__(NS, clock)
+        self.scribbles = scribbles
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+        stuck = self.scribbles and not self.gate.is_set()
+        await self.gate.wait()
+        results = await super().read(chain, targets, deadline)
+        if not stuck:
+            return results
+        for piece in (piece for target in targets for piece in target.into):
+            piece[:] = b"\xee" * len(piece)
+        return [Miss.ERROR] * len(targets)
+
+
+@pytest.fixture
+def soon_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.manager.given_up.STUCK_S", 0.1)
+
+
+@pytest.mark.usefixtures("soon_stuck")
+async def test_a_block_whose_read_is_stuck_comes_from_the_next_tier() -> None:
+    """Its slot stays the read's, which may write to it at any time; what it brings is of no use any more."""
+    clock, chain = SystemClock(), chain_of(NS, 4)
+    tier = Stuck(clock)
+    tiers = [tier, MemoryTier(NS, clock, name="g4", depth=Depth.G4)]
+    async with kvtier.aopen(CONFIG, NS, clock=clock, tiers=tiers) as cache:
+        await cache.put(chain, payloads_of(chain, BLOCK))
+        await cache.flush()
+        await cache.evict("g2")
+        tier.gate.clear()
+        async with cache.get(chain, 0.05) as hit:
+            assert hit.miss == "late"
+        await asyncio.sleep(0.15)
+        assert cache.stats()["g3"]["health"] == "well", "few blocks do not clog it"
+        async with cache.get(chain, 20) as hit:
+            assert [bytes(block) for block in hit.blocks] == payloads_of(chain, BLOCK) and set(hit.tiers) == {"g4"}
+            tier.gate.set()
+            await until(lambda: not cache.stats()["g2"]["quarantined"])
+            assert [bytes(block) for block in hit.blocks] == payloads_of(chain, BLOCK)
+        async with cache.get(chain, 20) as hit:
+            assert [bytes(block) for block in hit.blocks] == payloads_of(chain, BLOCK) and set(hit.tiers) == {"g2"}
+        assert not cache.manager.host.filling() and not cache.manager.promoter._under_way
+        await until(lambda: not cache.manager.host.pinned)
+        assert not cache.manager.host.stale_messages
+        cache.check()
+
+
+@pytest.mark.usefixtures("soon_stuck")
+async def test_nobody_waits_long_for_a_read_that_is_stuck() -> None:
+    """Once it has ended, its blocks are hits again."""
+    clock, chain = SystemClock(), chain_of(NS, 4)
+    tier = Stuck(clock, scribbles=False)
+    async with kvtier.aopen(CONFIG, NS, clock=clock, tiers=[tier]) as cache:
+        await cache.put(chain, payloads_of(chain, BLOCK))
+        await cache.flush()
+        await cache.evict("g2")
+        tier.gate.clear()
+        async with cache.get(chain, 0.05) as hit:
+            assert hit.miss == "late"
+        await asyncio.sleep(0.15)
+        async with asyncio.timeout(10), cache.get(chain, 100) as hit:
+            assert len(hit.blocks) == 0 and hit.miss == "pending"
+        tier.gate.set()
+        await until(lambda: not cache.manager.promoter.overdue)
+        async with cache.get(chain, 20) as hit:
+            assert [bytes(block) for block in hit.blocks] == payloads_of(chain, BLOCK)
+        cache.check()
+
+
+@pytest.mark.usefixtures("soon_stuck")
+async def test_a_cache_closes_beside_a_read_that_is_stuck() -> None:
+    clock, chain = SystemClock(), chain_of(NS, 4)
+    tier = Stuck(clock)
+    tiers = [tier, MemoryTier(NS, clock, name="g4", depth=Depth.G4)]
+    cache = kvtier.aopen(CONFIG, NS, clock=clock, tiers=tiers)
+    async with asyncio.timeout(20), cache:
+        await cache.put(chain, payloads_of(chain, BLOCK))
+        await cache.flush()
+        await cache.evict("g2")
+        tier.gate.clear()
+        async with cache.get(chain, 0.05):
+            await asyncio.sleep(0.15)
+        async with cache.get(chain, 20) as hit:
+            assert set(hit.tiers) == {"g4"}
+        cache.check()
+
+
+@pytest.mark.usefixtures("soon_stuck")
+@pytest.mark.parametrize("seed", range(4))
+async def test_no_wrong_byte_comes_of_reads_that_are_stuck_and_end_at_any_time(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.manager.given_up.STUCK_S", 0.01)
+    dice, clock = random.Random(seed), SystemClock()
+    taken, take_over = list[bool](), GivenUpLoads.take_over
+    monkeypatch.setattr(GivenUpLoads, "take_over", lambda *args: taken.append(take_over(*args)) or taken[-1])
+    chains = [chain_of(NS, 6, number) for number in range(4)]
+    tier = Stuck(clock)
+    tiers = [tier, MemoryTier(NS, clock, name="g4", depth=Depth.G4)]
+    async with kvtier.aopen(CONFIG, NS, clock=clock, tiers=tiers) as cache:
+        for chain in chains:
+            await cache.put(chain, payloads_of(chain, BLOCK))
+        await cache.flush()
+
+        async def use(chain: list[BlockKey], timeout_s: float, held_s: float) -> None:
+            async with cache.get(chain, timeout_s) as hit:
+                await asyncio.sleep(held_s)
+                assert [bytes(block) for block in hit.blocks] == payloads_of(chain, BLOCK)[: len(hit.blocks)]
+
+        for _ in range(40):
+            dice.choice((tier.gate.set, tier.gate.clear, tier.gate.clear))()
+            await cache.evict("g2")
+            await asyncio.gather(
+                *(use(dice.choice(chains), dice.choice((0.005, 0.02)), dice.choice((0.0, 0.02))) for _ in range(3))
+            )
+        assert any(taken), "some read was stuck"
+        tier.gate.set()
+        await until(lambda: not (cache.stats()["g2"]["quarantined"] or cache.manager.host.pinned))
+        assert not cache.manager.host.filling() and not cache.manager.promoter._under_way
+        cache.check()
