@@ -37,7 +37,7 @@ class GivenUpLoads:
         self.late = 0  # blocks that arrived after their deadline
         self.taken = 0  # slots that loads have whose blocks others took over: QUARANTINED
 
-    def loads(self) -> set[Load]:
+    def running(self) -> set[Load]:
         """Those that have not ended."""
         return set(self._loads)
 
@@ -64,7 +64,7 @@ class GivenUpLoads:
         return [one.slots.keys() for one in self._loads.values() if one.tier == tier and one.since <= since]
 
     def take_over(self, load: Load, key: BlockKey) -> bool:
-        """Whether another load may have this block: if this one is stuck, which keeps the block's slot. Under the lock."""
+        """Whether another load may have this block: if this one is stuck. It keeps the slot. Under the lock."""
         known = self._loads.get(load)
         if known is None or self._hierarchy.clock.monotonic() < known.since + STUCK_S:
             return False

@@ -213,7 +213,7 @@ class Promoter:
         outcome is in `found`, or it has not been looked at. What a task has read is pinned for its result: that goes to
         `found`, or is undone once it is given up.
         """
-        mine: list[tuple[str, Load, Sequence[tuple[int, Slot]]]] = []
+        mine: list[tuple[str, Load, list[tuple[int, Slot]]]] = []
         shared: list[tuple[Load, str, list[int]]] = []
         stop = len(chain)  # the first block that there is no slot for: later ones are of no use without it
         try:
@@ -432,7 +432,7 @@ class Promoter:
         """Begin no load any more. Wait for those under way, and no longer than GRACE_S for those that were given up,
         then cancel them."""
         self._closed = True
-        given_up = self.given_up.loads()
+        given_up = self.given_up.running()
         tasks = {*self._under_way.values(), *given_up}
         await self._wait(tasks - given_up, deadline)
         await self._wait(given_up, min(deadline, self._clock.monotonic() + GRACE_S))

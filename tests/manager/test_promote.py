@@ -276,12 +276,12 @@ async def test_a_cache_closes_while_loads_that_were_given_up_end() -> None:
     with slices_of(4):
         with await cache._get(chain, SystemClock().monotonic() + 0.05, 0) as hit:
             assert len(hit.blocks) == 0 and hit.miss == "late"
-        assert len(cache.manager.promoter.given_up.loads()) == 4
+        assert len(cache.manager.promoter.given_up.running()) == 4
         closing = asyncio.ensure_future(cache.close())
         await asyncio.sleep(0.05)
         tier.answer.set()
         await asyncio.wait_for(closing, 5)
-    assert not cache.manager.promoter.given_up.loads()
+    assert not cache.manager.promoter.given_up.running()
 
 
 async def test_a_long_promotion_is_pinned_in_columns() -> None:
@@ -341,7 +341,7 @@ async def test_a_long_prompt_leaves_the_tier_to_others(monkeypatch: pytest.Monke
             assert len(hit.blocks) == 0 and hit.miss == "late"
         assert tier.most == LOADS_AT_ONCE == cache.manager.promoter.overdue
         tier.read_s = 0.0
-        await asyncio.gather(*cache.manager.promoter.given_up.loads())
+        await asyncio.gather(*cache.manager.promoter.given_up.running())
         async with cache.get(chain, 10) as hit:
             assert [bytes(block) for block in hit.blocks] == payloads_of(chain, BLOCK)
         assert tier.most == LOADS_AT_ONCE

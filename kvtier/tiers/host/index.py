@@ -13,7 +13,6 @@ from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.host.slot_table import READY, SlotTable
 from kvtier.times import Wall
 
-
 _AT_ONCE = 64  # blocks that are looked for
 _NEAR = 7  # so far from a block its chain is looked for in neighbouring slots: fewer do not pay
 _READY = bytes([READY])

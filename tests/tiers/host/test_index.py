@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import pytest
 
 from kvtier.bench.retention.byteless import EmptyArena
-
 from kvtier.identity.keys import KEY_PARTS, BlockKey
 from kvtier.policies.policy import make_policy
 from kvtier.testing import chain_of, sample_namespace
@@ -75,8 +74,8 @@ def looked_up(index: SlotIndex, keys: Sequence[BlockKey]) -> list[int]:
 
 
 def scattered(dice: random.Random) -> tuple[HostTier, list[list[BlockKey]]]:
-    """Chains in stretches of neighbouring slots of all lengths. Of some blocks a slot is left that somebody still reads,
-    of others one that somebody fills."""
+    """Chains in stretches of neighbouring slots of all lengths. Some blocks have left a slot that somebody still reads,
+    others are still being filled."""
     tier = HostTier(EmptyArena(2000), make_policy("lru", 2000))
     tier.open()
     chains = [chain_of(sample_namespace(4096), 300, seed) for seed in range(6)]
