@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,6 +14,7 @@ from kvtier.manager.put_guarantee import PutGuarantee
 from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payload_of, sample_namespace
 from kvtier.tiers.host.index import SlotIndex
 from kvtier.tiers.protocol import Sealed, Stored
+from tests.support.waiting import until
 
 MIB = 1 << 20
 BLOCK = 2 * MIB
@@ -26,15 +27,6 @@ CONFIG = {
 
 def buffers_of(chain: Sequence[bytes]) -> list[bytearray]:
     return [bytearray(payload_of(key, BLOCK)) for key in chain]
-
-
-async def until(true: Callable[[], object]) -> None:
-    """Wait, at most a few seconds, for what another thread does."""
-    for _ in range(2000):
-        if true():
-            return
-        await asyncio.sleep(0.002)
-    pytest.fail("nothing came of it")
 
 
 class Paused:

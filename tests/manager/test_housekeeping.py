@@ -28,6 +28,7 @@ from kvtier.tiers.breaker import Health
 from kvtier.tiers.protocol import Tier
 from kvtier.times import Mono
 from tests.manager.support.stubborn import Killed, StubbornTier, hurried, kill
+from tests.support.waiting import until
 
 BLOCK = 4096
 NS = sample_namespace(BLOCK)
@@ -53,15 +54,6 @@ async def opened(
 
 async def put(cache: kvtier.AsyncCache, keys: Sequence[bytes] = KEYS) -> None:
     assert await cache.put(keys, payloads_of(list(keys), BLOCK)) == len(keys)
-
-
-async def until(true: object, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if true():  # type: ignore[operator]
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it never came")
 
 
 BACKGROUND_VERBS = [

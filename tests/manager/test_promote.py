@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from kvtier.testing.short_slices import slices_of
 from kvtier.tiers.host.pins import Holds
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Loaded, Miss, Target
+from tests.support.waiting import until
 
 BLOCK = 4096
 NS = sample_namespace(BLOCK)
@@ -159,12 +160,6 @@ async def test_a_tier_that_is_late_for_patient_callers_goes_out_of_service() -> 
         for _ in range(6):
             await cache.match(chain_of(NS, 2), timeout=0.15)
         assert not cache.manager.lower["g3"].healthy()
-
-
-async def until(true: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not true():  # noqa: ASYNC110 - each turn of the loop counts
-            await asyncio.sleep(0)
 
 
 class Together(MemoryTier):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -15,16 +15,11 @@ from kvtier.manager.given_up import GivenUpLoads
 from kvtier.retention.terms import Depth
 from kvtier.testing import MemoryTier, chain_of, payloads_of, sample_namespace
 from kvtier.tiers.protocol import Loaded, Miss, Target
+from tests.support.waiting import until
 
 BLOCK = 4096
 NS = sample_namespace(BLOCK)
 CONFIG = kvtier.Config.parse({"tiers": {"g2": {"capacity": 64 * BLOCK}}})
-
-
-async def until(true: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not true():  # noqa: ASYNC110 - each turn of the loop counts
-            await asyncio.sleep(0)
 
 
 class Stuck(MemoryTier):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -16,3 +17,11 @@ def eventually(true: Callable[[], object]) -> bool:
             return False
         time.sleep(0.002)
     return True
+
+
+async def until(true: Callable[[], object], what: str = "it does not come to that") -> None:
+    """Wait half a minute at most for what another task, thread or process does."""
+    end = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < end, what
+        await asyncio.sleep(0.001)

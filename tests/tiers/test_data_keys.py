@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
@@ -31,6 +30,7 @@ from kvtier.tiers.data_keys import (
 )
 from kvtier.tiers.key_directory import KeyDirectory
 from kvtier.tiers.protocol import Miss
+from tests.support.waiting import until
 from tests.tiers.disk.support.keys import MemoryKeys, sample_keyring
 
 TENANT = scope_of("tenant")
@@ -171,18 +171,18 @@ async def test_a_store_that_hangs_is_asked_once_and_waited_for_no_longer_than_th
     try:
         found = await asyncio.gather(*(load(keys, [TENANT], 0.02) for _ in range(50)))
         assert found == [{TENANT: Miss.NO_KEY}] * 50
-        await _until(lambda: len(names) > 0)
+        await until(lambda: len(names) > 0)
         assert names == [keys.name_of(TENANT)]
         with pytest.raises(TierError, match="does not answer"):
             await obtain(keys, [TENANT], 0.02)
         others = [scope_of(str(number)) for number in range(100)]
         assert set((await load(keys, others, 0.02)).values()) == {Miss.NO_KEY}
-        await _until(lambda: len(names) >= ASKING_MAX)
+        await until(lambda: len(names) >= ASKING_MAX)
         assert len(names) == ASKING_MAX and 0 < _asking() <= ASKING_MAX
         assert await asyncio.to_thread(lambda: 7) == 7
     finally:
         gate.set()
-    await _until(lambda: not _asking())
+    await until(lambda: not _asking())
     assert isinstance((await load(keys, [TENANT], 5.0))[TENANT], DataKey), "the call that was given up made it"
 
 
@@ -233,19 +233,13 @@ async def test_the_seventeenth_asker_waits_for_one_of_sixteen(monkeypatch: pytes
     slow = cast("StoredKeys", Slow())
     asked = asyncio.create_task(load(slow, scopes, 120.0))
     try:
-        await _until(lambda: len(began) >= ASKING_MAX)
+        await until(lambda: len(began) >= ASKING_MAX)
         assert 0 < _asking() <= ASKING_MAX and not asked.done()
         assert set((await load(slow, [scope_of("last")], 0.01)).values()) == {Miss.NO_KEY}, "and no longer than it may"
     finally:
         gate.set()
     assert set((await asked).values()) == {Miss.NO_KEY}
     assert len(began) <= len(scopes) + 1
-
-
-async def _until(seen: Callable[[], bool]) -> None:
-    """A thread's start and end tell nobody."""
-    while not seen():  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
 
 
 def _asking() -> int:

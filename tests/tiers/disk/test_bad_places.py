@@ -7,7 +7,6 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +32,7 @@ from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.guard import Guarded
 from kvtier.tiers.protocol import Miss, Stored, Target
 from kvtier.times import Wall
+from tests.support.waiting import until
 from tests.tiers.disk.support.bad_medium import BadMedium
 from tests.tiers.disk.support.store import BLOCK, FAR_S, get, opened, put
 
@@ -53,13 +53,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def set_aside(tier: DiskTier) -> list[BadPlace]:
     with tier._store.index.reading() as txn:
         return bad_places(txn)
-
-
-async def until(true: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 10
-    while not true():
-        assert time.monotonic() < end, what
-        await asyncio.sleep(0.005)
 
 
 async def settled(tier: DiskTier) -> None:

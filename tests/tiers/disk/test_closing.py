@@ -20,6 +20,7 @@ from kvtier.tiers.disk.slab import SystemCalls
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.guard import Guarded
 from kvtier.tiers.protocol import Stored
+from tests.support.waiting import until
 from tests.tiers.disk.support.store import BLOCK, get, opened, put
 
 NAMESPACE = sample_namespace(BLOCK)
@@ -41,12 +42,6 @@ def nothing_left() -> None:
     while left():
         assert time.monotonic() < deadline, left()
         time.sleep(0.01)
-
-
-async def until(true: Callable[[], object]) -> None:
-    async with asyncio.timeout(5):
-        while not true():  # noqa: ASYNC110 - what is waited for tells nobody
-            await asyncio.sleep(0)
 
 
 class Sticking(SystemCalls):

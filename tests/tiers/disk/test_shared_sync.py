@@ -7,7 +7,7 @@ import errno
 import os
 import threading
 import types
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Coroutine, Generator, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -25,6 +25,7 @@ from kvtier.tiers.disk.slab import SystemCalls
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.protocol import Miss, Stored
 from kvtier.times import Mono
+from tests.support.waiting import until
 from tests.tiers.disk.support.store import BLOCK, get, opened, put
 
 T = TypeVar("T")
@@ -117,14 +118,6 @@ class HeldCalls(SystemCalls):
             if self._number:
                 raise OSError(self._number, os.strerror(self._number))
         super().fdatasync(fd)
-
-
-async def until(true: Callable[[], bool]) -> None:
-    for _ in range(10_000):
-        if true():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("it does not come to that")
 
 
 async def begin(tier: DiskTier, calls: HeldCalls, chains: list[list[BlockKey]]) -> list[asyncio.Future[list[Stored]]]:

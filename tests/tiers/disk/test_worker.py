@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from kvtier.tiers.disk.worker.client import DiskWorkerClient
 from kvtier.tiers.disk.worker.shared_arena import SharedArena
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.protocol import Describing, Miss, Notebook, Resizable, Retaining, Stored, Target, Tier
+from tests.support.waiting import until
 from tests.tiers.disk.support.store import BLOCK, FAR_S
 from tests.tiers.disk.support.subprocesses import environment
 from tests.tiers.disk.support.worker import SLOTS, Bounced, memory
@@ -71,12 +72,6 @@ async def get(tier: DiskWorkerClient, arena: Arena, chain: Sequence[BlockKey]) -
 def process_of(tier: DiskWorkerClient) -> subprocess.Popen[bytes]:
     assert tier._worker is not None
     return tier._worker.process
-
-
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - what is waited for tells nobody
-            await asyncio.sleep(0.01)
 
 
 # The tier.
