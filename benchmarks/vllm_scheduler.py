@@ -177,10 +177,17 @@ class Bench:
                 named = 0 if number < GROUPS else DEPTH - OWN
                 blocks = [self._pool.blocks[block] for block in table]
                 self._pool.cache_full_blocks(asked, blocks, named, len(hashes), SIZE, 0)
-            new.append(SimpleNamespace(req_id=asked.request_id, block_ids=(table,), num_computed_tokens=0))
+            found = 0 if number < GROUPS else SIZE * (DEPTH - OWN)
+            new.append(SimpleNamespace(req_id=asked.request_id, block_ids=(table,), num_computed_tokens=found))
             self._running.append(asked)
-        planned = {asked.request_id: asked.num_tokens for asked in self._running}
-        self._answer(self._half.plan(self._output(planned, new=new)))
+        for part in (slice(0, GROUPS), slice(GROUPS, None)):  # the first of each group finds its blocks in G2
+            planned = {
+                asked.request_id: asked.num_tokens - one.num_computed_tokens
+                for asked, one in zip(self._running[part], new[part], strict=True)
+            }
+            self._answer(self._half.plan(self._output(planned, new=new[part])))
+            while part.start == 0 and self._half._stores:
+                self._answer(self._half.plan(self._output({})))
 
     def _output(self, planned: dict[str, int], new: Sequence[Any] = (), cached: Sequence[Any] = ()) -> Any:
         return SimpleNamespace(

@@ -224,23 +224,22 @@ class Ranking(RunMemory):
         scope: Scope | None = None,
         priority_max: int = PRIORITY_MAX,
     ) -> list[BlockKey]:
-        """The coldest run serves the newcomers that are in one run."""
+        """The coldest run serves the newcomers that are in one run, or that are new to the policy."""
         newcomer = newcomers[0]
         victim = self.victim(newcomer, movable, depth=depth, scope=scope, priority_max=priority_max)
         if victim is None:
             return []
         run, claim = self._coldest, None if newcomer is None else self._find(newcomer)
-        if (
-            len(newcomers) < 2
-            or run is None
-            or claim is None
-            or self._graded
-            or self._transit
-            or newcomer in self._transit.expected
-        ):
+        if len(newcomers) < 2 or run is None or self._graded or self._transit or newcomer in self._transit.expected:
             self.remove(victim, depth)
             return [victim]
-        return self._strip(run, claim.alike(newcomers, depth), movable)
+        alike = self._unknown(newcomers) if claim is None else claim.alike(newcomers, depth)
+        return self._strip(run, alike, movable)
+
+    def _unknown(self, keys: Sequence[BlockKey | None]) -> int:
+        """How many leading ones of these no run has."""
+        known = (at for at, key in enumerate(keys) if key is None or self._find(key) is not None)
+        return next(known, len(keys))
 
     def _strip(self, run: Run, blocks_max: int, movable: Callable[[BlockKey], bool]) -> list[BlockKey]:
         """`remove` so many residents of a run, the deepest first, as far as they are movable. The first is."""

@@ -396,3 +396,17 @@ def test_keys_that_are_no_chains_and_agree_at_the_ends_are_told_apart(
     policy.check({*chain})
     gone = [key for _ in range(40) for key in policy.evict((None,), lambda _: True)]
     assert sorted(gone) == sorted(chain)
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_blocks_that_are_new_to_the_policy_get_their_places_in_one_go(name: str) -> None:
+    """As many as come before one that it knows, which has a rank of its own."""
+    policy, resident = make_policy(name, 60), set[BlockKey]()
+    for number in range(6):
+        request(policy, number, resident)
+    policy.reference(known := chain_of(7, 10), 0, Mono(9))
+    new = chain_of(8, 10)
+    gone = policy.evict([*new[:3], known[0], *new[3:]], lambda _: True)
+    assert len(gone) == 3
+    policy.check(resident - set(gone))
+    assert len(policy.evict(new, lambda _: True)) > 3

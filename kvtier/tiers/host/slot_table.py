@@ -226,16 +226,24 @@ class SlotTable:
         return self._extend_few(numbers, terms, wall_s)
 
     def _extend_few(self, numbers: Iterable[int], terms: Terms, wall_s: Wall) -> list[int]:
+        """Blocks that were stored together have one life, of which the end is computed once."""
         stamps, last_uses, covered, longer = self.stamps, self.last_uses, None, list[int]()
+        own, last, first, grew = None, -inf, 0, False
         for number in numbers:
-            own = stamps[number]
-            if own is covered and own is not None:
-                if last_uses[number] < wall_s:
+            before, used = stamps[number], last_uses[number]
+            if before is covered and before is not None:
+                if used < wall_s:
                     last_uses[number] = wall_s
-            elif self.extend(number, terms, wall_s):
+                continue
+            if before is None or before is not own or used != last:
+                own, last, first, grew = before, used, number, self.extend(number, terms, wall_s)
+                if stamps[number] is before and not self.mixed[number]:
+                    covered = before
+            else:
+                last_uses[number], stamps[number] = last_uses[first], stamps[first]
+                self.expires[number], self.mixed[number] = self.expires[first], self.mixed[first]
+            if grew:
                 longer.append(number)
-            elif stamps[number] is own and not self.mixed[number]:
-                covered = own
         return longer
 
     def extend_until(self, untils: Mapping[int, Wall], wall_s: Wall) -> None:

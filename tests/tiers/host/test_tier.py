@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import random
 
 import pytest
 
@@ -122,6 +123,29 @@ def test_longer_terms_reach_every_block_of_a_chain_that_lacks_them(together: int
         table.stamp(number, life := Lifetime.of(short if number % 2 else long, NOW), life.ends(Depth.G2))
     assert table.extend_all(range(together), long, Wall(NOW + 5)) == list(range(1, together, 2))
     assert {table.ends(number) for number in range(together)} == {NOW + 5 + 1e4}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_terms_are_added_to_many_blocks_as_to_each_of_them(seed: int) -> None:
+    """Some were stored together, some were used since, some have terms of several requests."""
+    dice = random.Random(seed)
+    known = [Terms("a", ttl=100), Terms("b", ttl=1e4, max_age=1e5), Terms("c", ttl=50, max_age=60)]
+    one, many = host(40).index.table, host(40).index.table
+    lives = [Lifetime.of(dice.choice(known), Wall(NOW + dice.choice((0, 3)))) for _ in range(4)]
+    lives.append(lives[0].add(known[1], Wall(NOW + 4)))
+    for number in range(40):
+        life, used = dice.choice(lives), dice.choice((None, None, Wall(NOW + 7)))
+        for table in (one, many):
+            table.stamp(number, life, life.ends(Depth.G2))
+            if used is not None:
+                table.use(number, used)
+    numbers = sorted(dice.sample(range(40), 30))
+    for _ in range(3):
+        terms, now = dice.choice(known), Wall(NOW + dice.choice((8, 9, 20)))
+        assert many.extend_all(numbers, terms, now) == [at for at in numbers if one.extend(at, terms, now)]
+        assert [many.life(at) for at in range(40)] == [one.life(at) for at in range(40)]
+        assert [many.ends(at) for at in range(40)] == [one.ends(at) for at in range(40)]
+        assert many.mixed == one.mixed and many.expires == one.expires
 
 
 def test_a_slot_that_was_freed_has_no_digest_of_the_block_before() -> None:
