@@ -26,8 +26,11 @@ _OPTIONAL = frozenset(
         "unregister_kv_caches",
     }
 )  # fmt: skip
-_FORMER = frozenset({"prefer_cross_layer_blocks", "register_cross_layers_kv_cache"})
-"""Hooks of releases before 0.29, of which nothing is missing later: 0.30 asks for a layout by its name."""
+_ELSEWHERE = frozenset(
+    {"prefer_cross_layer_blocks", "register_cross_layers_kv_cache", "set_xfer_handshake_metadata_pp_aware"}
+)
+"""Hooks of which nothing is missing in other releases: 0.30 asks for a layout by its name, and where none tells of
+pipeline stages these are refused."""
 
 _FIELDS: Mapping[str, tuple[str, ...]] = {
     "vllm.v1.core.sched.output:SchedulerOutput": (
@@ -56,7 +59,7 @@ def check(connector: type) -> list[str]:
                 wrong.append(f"{name}{inspect.signature(_plain(theirs))}")
         elif name in _OPTIONAL:
             missing.append(name)
-        elif name not in _FORMER:
+        elif name not in _ELSEWHERE:
             wrong.append(f"no {name}")
     for owner, names in _FIELDS.items():
         wrong += [f"no {owner.partition(':')[2]}.{name}" for name in _lacking(owner, names)]

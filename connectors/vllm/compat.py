@@ -120,6 +120,13 @@ def loads_in_step(vllm_config: Any, kv_cache_config: Any) -> bool:
     return in_turn and plain and hasattr(BlockPool, "evict_blocks")
 
 
+def tells_stages_apart() -> bool:
+    """Whether the engine tells its connector of all workers by pipeline stage, and takes answers from all stages."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    return hasattr(KVConnectorBase_V1, "set_xfer_handshake_metadata_pp_aware")
+
+
 def end_step_at(request: Any, tokens: int) -> None:
     """Have the engine end a step of the request's prefill after so many tokens, a whole number of blocks, and keep the
     states of there: other prompts were seen to branch off. It does so by itself for what its own pool knows."""

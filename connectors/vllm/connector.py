@@ -203,6 +203,13 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._pool is not None:
             self._scheduler.bind(self._pool)
 
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The same of workers by (pipeline stage, rank in it): the stages stand side by side."""
+        width = self._vllm_config.parallel_config.tensor_parallel_size
+        self.set_xfer_handshake_metadata({stage * width + rank: shake for (stage, rank), shake in metadata.items()})
+
     def _limited(self, namespace: Namespace, shakes: Iterable[Handshake]) -> list[str]:
         """What does not work here, and why."""
         limits = [said] if (said := capabilities.untested()) else []
@@ -216,6 +223,10 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             )
         if unwatched := sorted({name.rpartition(".")[2] for shake in shakes for name in shake.unwatched}):
             limits.append(f"changes by {', '.join(unwatched)} are not seen: this vLLM has no such hook")
+        if len(sizes := {shake.piece_bytes for shake in shakes}) > 1:
+            limits.append(
+                f"every stage's part of a block takes {max(sizes)} bytes, though the smallest has {min(sizes)}"
+            )
         if self._groups.beside:
             limits.append("requests with adapters are not cached: this model has several groups of KV cache")
         if self._groups.beside and compat.publishes(self._vllm_config):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from kvtier.connectors.adapters import adapter_name, signature_of
 from kvtier.connectors.configuration import digest16
 from kvtier.connectors.identity import model_name, random_weights, rope_of, weights_of
 from kvtier.connectors.settings import Settings
-from kvtier.connectors.vllm.compat import hash_problem
+from kvtier.connectors.vllm.compat import hash_problem, tells_stages_apart
 from kvtier.connectors.vllm.configuration import configuration_of
 from kvtier.connectors.vllm.groups import FULL, groups_of, refuse_unproven
 from kvtier.connectors.vllm.messages import Handshake
@@ -32,11 +32,13 @@ _ADAPTERS_MAX = 4096
 
 def cache_layout_of(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
     """Layers and bytes of a block. Raises IdentityError for models and set-ups that are not served."""
-    _refuse_shapes(vllm_config.parallel_config)
+    _refuse_shapes(vllm_config.parallel_config, len(kv_cache_config.kv_cache_groups))
     groups = groups_of(kv_cache_config)
     refuse_unproven(vllm_config, groups)
     group = kv_cache_config.kv_cache_groups[groups.full]
     spec = group.kv_cache_spec
+    if not group.layer_names:
+        raise IdentityError("a stage of the pipeline has no layer with a KV cache; every stage needs one")
     specs = getattr(spec, "kv_cache_specs", None) or dict.fromkeys(group.layer_names, spec)
     for name, layer in specs.items():
         _refuse_layer(name, layer)
@@ -48,8 +50,8 @@ def cache_layout_of(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
             f"the engine names runs of {unit} tokens but its blocks hold {spec.block_size}; equal sizes are needed"
         )
     parallel = vllm_config.parallel_config
-    replicas = getattr(kv_cache_config, "kv_tp_replicas", 1)
-    replicated = parallel.tensor_parallel_size > 1 and replicas == parallel.tensor_parallel_size
+    width, stages = parallel.tensor_parallel_size, getattr(parallel, "pipeline_parallel_size", 1)
+    replicated = width > 1 and getattr(kv_cache_config, "kv_tp_replicas", 1) == width
     return CacheLayout(
         layers=tuple(group.layer_names),
         page_bytes=tuple(specs[name].page_size_bytes for name in group.layer_names),
@@ -59,18 +61,30 @@ def cache_layout_of(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
             or getattr(vllm_config.cache_config, "kv_cache_layout", None)
             or "strided"
         ),
-        ranks=parallel.tensor_parallel_size,
-        rank=parallel.rank % parallel.tensor_parallel_size,
+        ranks=width * stages,
+        rank=parallel.rank % (width * stages),
         replicated=replicated,
         overlays=tuple(one.layers for one in groups.beside),
         groups=groups.name,
+        stages=stages,
     )
 
 
-def _refuse_shapes(parallel: Any) -> None:
-    for label in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+def _refuse_shapes(parallel: Any, groups: int) -> None:
+    for label in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, label, 1) > 1:
             raise IdentityError(f"{label} is {getattr(parallel, label)}; kvtier serves 1")
+    stages = getattr(parallel, "pipeline_parallel_size", 1)
+    if stages > 1 and groups > 1:
+        raise IdentityError(
+            f"pipeline_parallel_size is {stages}; kvtier serves 1 where a model keeps {groups} groups of KV cache, "
+            "since each stage has others of them"
+        )
+    if stages > 1 and not tells_stages_apart():
+        raise IdentityError(
+            f"pipeline_parallel_size is {stages}, and this vLLM does not tell its connectors which stage a worker is "
+            "of; kvtier serves 1 there"
+        )
 
 
 def _refuse_layer(name: str, spec: Any) -> None:
@@ -105,26 +119,44 @@ def block_tokens_of(kv_cache_config: Any) -> int:
 def namespace_of(
     vllm_config: Any, settings: Settings, cache_layout: CacheLayout, ranks: Mapping[int, Handshake]
 ) -> Namespace:
-    """The identity of this engine's blocks. Reads the checkpoint. Raises IdentityError."""
+    """The identity of this engine's blocks. `ranks`: stage after stage. Reads the checkpoint. Raises IdentityError."""
     shakes = [ranks[rank] for rank in sorted(ranks)]
     read = {shake.weights for shake in shakes}
     fields = engine_fields(
         vllm_config, settings, randomised=bool(sys.flags.hash_randomization), read=read.pop() if len(read) == 1 else ""
     )
-    if len(shakes) != cache_layout.ranks or len({(s.layout, s.dtype, s.piece_bytes) for s in shakes}) != 1:
-        raise IdentityError(f"{cache_layout.ranks} ranks with equal tensors are needed, got {shakes}")
-    pieces = 1 if cache_layout.replicated else cache_layout.ranks
+    stages = _stages_of(cache_layout, shakes)
+    layers = [list(stage.layers) for stage in stages]
     return Namespace(
         model=model_name(vllm_config.model_config.model, settings.model),
         dtype=fields["quantization"] or shakes[0].dtype,
-        layout=f"vllm:{cache_layout.layout}:{digest16(list(cache_layout.layers))}:{shakes[0].layout}",
+        layout=f"vllm:{cache_layout.layout}:{digest16(layers if len(layers) > 1 else layers[0])}:"
+        + "|".join(stage.layout for stage in stages),
         block_tokens=int(vllm_config.cache_config.block_size),
-        block_bytes=shakes[0].piece_bytes * pieces,
-        layers=f"0:{len(cache_layout.layers)}",
-        ranks_served=pieces,
-        tp=cache_layout.ranks,
+        block_bytes=max(stage.piece_bytes for stage in stages) * cache_layout.pieces,
+        layers=f"0:{sum(len(names) for names in layers)}",
+        ranks_served=cache_layout.pieces,
+        tp=cache_layout.width,
+        pp=cache_layout.stages,
         **{**fields, "group": cache_layout.groups or fields["group"]},
     )
+
+
+def _stages_of(cache_layout: CacheLayout, shakes: Sequence[Handshake]) -> list[Handshake]:
+    """What each pipeline stage's ranks have in common. Stages may have pieces of different sizes: smaller ones lie at
+    the beginning of a piece of the largest's size, and the rest of that stays zero. Raises IdentityError."""
+    parts = {
+        (rank // cache_layout.width, shake.layout, shake.dtype, shake.piece_bytes, shake.layers)
+        for rank, shake in enumerate(shakes)
+    }
+    alike = len(parts) == cache_layout.stages and len({shake.dtype for shake in shakes}) == 1
+    if len(shakes) != cache_layout.ranks or not alike:
+        raise IdentityError(f"{cache_layout.ranks} ranks with equal tensors per stage are needed, got {shakes}")
+    stages = list(shakes[:: cache_layout.width])
+    names = [name for stage in stages for name in stage.layers]
+    if len(set(names)) != len(names):
+        raise IdentityError("stages of the pipeline name some of their layers alike; each layer is to be of one stage")
+    return stages
 
 
 def engine_fields(vllm_config: Any, settings: Settings, *, randomised: bool, read: str = "") -> dict[str, Any]:

@@ -108,7 +108,8 @@ class WorkerMeta(KVConnectorWorkerMetadata):
         weights = self.weights if self.weights == other.weights else ""
         adapters = adapters_of_all(self.adapters, other.adapters)
         unreached = max(self.unreached, other.unreached)
-        return WorkerMeta(max(self.step, other.step), done, failed, unreached, epoch, weights, adapters)
+        # A step has run when all ranks have run it: those of later pipeline stages come last.
+        return WorkerMeta(min(self.step, other.step), done, failed, unreached, epoch, weights, adapters)
 
 
 @dataclass
@@ -125,3 +126,4 @@ class Handshake(KVConnectorHandshakeMetadata):
     epoch: int = 0
     weights: str = ""  # name of the checkpoint as it was read; "": it was not watched
     unwatched: tuple[str, ...] = ()  # changes of weights and adapters that this release has no hook for
+    layers: tuple[str, ...] = ()  # that the rank's stage has

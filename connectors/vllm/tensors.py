@@ -16,7 +16,11 @@ from kvtier.kernels import layout
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """The engine's description of its cache: layers in their order, and bytes per block of each."""
+    """The engine's description of its cache: layers in their order, and bytes per block of each.
+
+    A block has a piece per rank. The ranks of one pipeline stage have the same layers, and stand side by side; in the
+    scheduler the layers are those of the first stage. Where a stage's ranks hold the same bytes, they share one piece.
+    """
 
     layers: tuple[str, ...]
     page_bytes: tuple[int, ...]
@@ -24,9 +28,28 @@ class CacheLayout:
     layout: str  # the engine's own name of the byte order
     ranks: int
     rank: int
-    replicated: bool  # every rank holds the same bytes: one piece, written by rank 0
+    replicated: bool  # the ranks of a stage hold the same bytes: one piece, written by the first
     overlays: tuple[tuple[str, ...], ...] = ()  # layers of other groups, which lie in the same pages
     groups: str = ""  # name of the set of groups; "" for one
+    stages: int = 1  # of the pipeline
+
+    @property
+    def width(self) -> int:
+        """Ranks of a stage."""
+        return self.ranks // self.stages
+
+    @property
+    def pieces(self) -> int:
+        """How many pieces a block has."""
+        return self.stages if self.replicated else self.ranks
+
+    def piece_of(self, rank: int) -> int:
+        """Which of them a rank reads."""
+        return rank // self.width if self.replicated else rank
+
+    def writes(self, rank: int) -> bool:
+        """Whether the rank writes it, too."""
+        return not self.replicated or rank % self.width == 0
 
 
 @dataclass(frozen=True, slots=True)

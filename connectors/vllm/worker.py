@@ -46,9 +46,12 @@ _IN_STEP_S = 5.0
 
 
 def cpus_by_piece(cache_layout: CacheLayout, cpus: Sequence[frozenset[int]]) -> list[frozenset[int]]:
-    """CPUs whose NUMA nodes get each piece's memory, from those beside each rank's GPU: a piece that all ranks read is
-    spread over the nodes of all."""
-    return [frozenset[int]().union(*cpus)] if cache_layout.replicated else list(cpus)
+    """CPUs whose NUMA nodes get each piece's memory, from those beside each rank's GPU: a piece that several ranks read
+    is spread over the nodes of all of them."""
+    near = [frozenset[int]()] * cache_layout.pieces
+    for rank, beside in enumerate(cpus):
+        near[cache_layout.piece_of(rank)] |= beside
+    return near
 
 
 def store_bounds(cache_layout: CacheLayout, step_blocks: int, on_gpu: bool) -> tuple[int, float]:
@@ -59,8 +62,8 @@ def store_bounds(cache_layout: CacheLayout, step_blocks: int, on_gpu: bool) -> t
     """
     if not on_gpu:
         return 64 << 20, math.inf
-    ranks = 1 if cache_layout.replicated else cache_layout.ranks
-    return max(64 << 20, 2 * step_blocks * sum(cache_layout.page_bytes) * ranks), ranks * _LINK_BYTES_S
+    pieces = cache_layout.pieces
+    return max(64 << 20, 2 * step_blocks * sum(cache_layout.page_bytes) * pieces), pieces * _LINK_BYTES_S
 
 
 def host_identity() -> str:
@@ -117,8 +120,8 @@ class WorkerHalf:
         self._unwatched = tuple(unwatched)
         self._told: dict[int, str] = {}  # adapters that the scheduler knows of
         self._claims = AdapterClaims(self._watch)
-        self._piece = 0 if cache_layout.replicated else cache_layout.rank
-        self._writes = not cache_layout.replicated or cache_layout.rank == 0
+        self._piece = cache_layout.piece_of(cache_layout.rank)
+        self._writes = cache_layout.writes(cache_layout.rank)
         self._described: Described | None = None
         self._refusal = "no KV tensors were registered"
         self._arena: mmap.mmap | None = None
@@ -153,8 +156,9 @@ class WorkerHalf:
         tensor: Any = found.memory.owners[0]
         cpus, watch = engine.cpus_near(tensor.device), self._watch
         return Handshake(
-            found.identity, found.dtype, size, where, os.getpid(), cpus, "", watch.epoch, watch.weights, self._unwatched
-        )
+            found.identity, found.dtype, size, where, os.getpid(), cpus, "", watch.epoch, watch.weights,
+            self._unwatched, self._cache_layout.layers,
+        )  # fmt: skip
 
     def attach(self, handle: ArenaHandle) -> None:
         """Use this arena from now on. Copies under way into an earlier one are cancelled and answered. Where it cannot

@@ -184,7 +184,9 @@ def test_drafters_beside_several_groups_are_refused_with_the_reason(beside: Any,
     "shape", ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"]
 )
 def test_stages_and_context_parallelism_are_refused_with_the_reason(beside: Any, shape: str) -> None:
-    """Before anything is asked of the groups, which each stage has others of."""
-    for several in (True, False):
-        assert f"{shape} is 2; kvtier serves 1" in refused(beside, several=several, **{shape: 2})
+    """Before anything is asked of the groups, which each stage has others of. With full attention alone, stages are
+    served."""
+    assert f"{shape} is 2; kvtier serves 1" in refused(beside, **{shape: 2})
+    alone = refused(beside, several=False, **{shape: 2})
+    assert not alone if shape == "pipeline_parallel_size" else f"{shape} is 2; kvtier serves 1" in alone
     assert not refused(beside, **{shape: 1})

@@ -158,7 +158,11 @@ def test_latent_attention_is_not_cached_where_the_engine_does_not_resume_it(
             "with speculative decoding",
         ),
         ("llama", {"prefix_caching_hash_algo": "xxhash"}, "start with --prefix-caching-hash-algo sha256_cbor"),
-        ("llama", {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline_parallel_size is 2"),
+        (
+            "sliding",
+            {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+            "pipeline_parallel_size is 2; kvtier serves 1 where a model keeps 2 groups",
+        ),
     ],
 )
 def test_what_is_not_served_is_refused_at_start_with_the_reason(

@@ -175,18 +175,10 @@ class Modelless:
             vllm_config=self.vllm_config, kv_cache_config=self.kv_config, block_size=size, hash_block_size=size,
             structured_output_manager=StructuredOutputManager(self.vllm_config), log_stats=True,
         )  # fmt: skip
-        self.worker_side = KVTierConnector(self.vllm_config, KVConnectorRole.WORKER, self.kv_config)
-        self.worker_side.register_kv_caches(
-            {
-                name: parts_of_state(self.memory[layer]) if name.startswith("state") else self.memory[layer]
-                for layer, names in enumerate(shared)
-                for name in names
-            }
-        )
-        self.connector.set_xfer_handshake_metadata({0: self.worker_side.get_handshake_metadata()})
         hashing = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
         init_none_hash(hashing)
         self.hasher = get_request_block_hasher(size, hashing)
+        self.sessions: set[str] = set()
         self.tables: dict[str, list[list[int]]] = {}  # as the workers know them
         self.tokens: dict[str, list[int]] = {}  # of a request, as sampled by the workers
         self.queue: deque[tuple[Any, Any]] = deque()  # steps that have run, and were not told to the scheduler
@@ -196,6 +188,19 @@ class Modelless:
         self.state_at: dict[str, int] = {}  # depth of the block with a request's running state
         self._begin: dict[str, int] = {}  # of the requests in the step: the first token that is computed
         self._numbers = itertools.count()
+        self._begin_workers(shared)
+
+    def _begin_workers(self, shared: list[list[str]]) -> None:
+        """The worker's half of the connector over the memory, and its handshake. `shared`: the layers of a page."""
+        self.worker_side = KVTierConnector(self.vllm_config, KVConnectorRole.WORKER, self.kv_config)
+        self.worker_side.register_kv_caches(
+            {
+                name: parts_of_state(self.memory[layer]) if name.startswith("state") else self.memory[layer]
+                for layer, names in enumerate(shared)
+                for name in names
+            }
+        )
+        self.connector.set_xfer_handshake_metadata({0: self.worker_side.get_handshake_metadata()})
 
     @property
     def connector(self) -> Any:
@@ -245,6 +250,8 @@ class Modelless:
         )  # fmt: skip
         if name not in self.scheduler.requests:
             self.tokens[name] = list(prompt)
+        if session:
+            self.sessions.add(name)
         self.scheduler.add_request(request)
         return name
 
@@ -319,7 +326,7 @@ class Modelless:
         for new in output.scheduled_new_reqs:
             self.tables[new.req_id] = [list(table) for table in new.block_ids]
             self._begin[new.req_id] = new.num_computed_tokens
-            if self.scheduler.requests[new.req_id].resumable:
+            if new.req_id in self.sessions:
                 self.tokens[new.req_id] = list(new.prompt_token_ids)  # a turn, without what was dropped of the last
             self.reads.setdefault(new.req_id, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
@@ -337,7 +344,7 @@ class Modelless:
 
     def _forward(self, name: str, begin: int, end: int) -> list[int]:
         """Compute tokens begin … end-1 of a request. Raises Wrong where attention would read something else."""
-        tokens, size = self.tokens[name], self.size
+        size = self.size
         for group in self.states:
             self._advance_state(name, group, begin, end)
         for group, table in enumerate(self.tables[name]):
@@ -356,6 +363,11 @@ class Modelless:
                 block = table[place // size]
                 for layer in range(self.layers[group]):
                     self.memory[layer][block, place % size] = self._content(name, place) * 16 + group
+        return self._sample(name, end)
+
+    def _sample(self, name: str, end: int) -> list[int]:
+        """The token that follows the first `end`, where it is not known yet."""
+        tokens = self.tokens[name]
         if end < len(tokens):
             return []
         tokens.append(sampled(tokens))

@@ -1,0 +1,146 @@
+"""vLLM's own scheduler over pipeline stages without a model: each stage is a worker of its own with its own layers and
+its own half of the connector, and runs the steps in their order, some steps behind the stage before it.
+
+As in vLLM the next steps are planned while the first one runs, and its answers are those of all stages, put together by
+vLLM's own aggregator when the last stage has run it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
+
+from kvtier.connectors.vllm import connector
+from kvtier.connectors.vllm.connector import KVTierConnector
+from kvtier.testing.clock import VirtualClock
+from tests.connectors.vllm.support.modelless import Modelless, groups_of_layers
+
+
+class Stage(Modelless):
+    """One stage's worker: the part of an engine that runs steps."""
+
+    loads_first = True
+
+    def __init__(self, engine: Staged, number: int, layers: int) -> None:
+        """Shares what is sampled, and what is known of requests, with the other stages of `engine`."""
+        self.engine, self.number, self.last = engine, number, number + 1 == engine.count
+        self.size, self.checkpoints, self.states, self.windows, self.layers = engine.size, False, [], [0], [layers]
+        self.tables, self.state_at, self.checked, self.ran = {}, {}, 0, 0
+        self.tokens, self.answers, self.sessions = engine.tokens, engine.answers, engine.sessions
+        self.reads = engine.reads if self.last else {}
+        blocks = engine.kv_config.num_blocks
+        self.memory = [torch.full((blocks, self.size), -1, dtype=torch.int64) for _ in range(layers)]
+        (group,) = groups_of_layers([], layers, self.size, 0)
+        group.layer_names = [f"stage{number}.{name}" for name in group.layer_names]
+        page = group.kv_cache_spec.page_size_bytes
+        self.kv_config = KVCacheConfig(
+            num_blocks=blocks,
+            kv_cache_tensors=[KVCacheTensor(page * blocks, [name], 0, page) for name in group.layer_names],
+            kv_cache_groups=[group],
+            hash_block_size=self.size,
+        )
+        parallel = engine.vllm_config.parallel_config
+        with patch.object(parallel, "rank", number):
+            self.worker_side = KVTierConnector(engine.vllm_config, KVConnectorRole.WORKER, self.kv_config)
+        self.worker_side.register_kv_caches(dict(zip(group.layer_names, self.memory, strict=True)))
+
+    def runs(self, output: Any) -> Any:
+        self.ran += 1
+        return self._run(output)
+
+    def ready(self, output: Any) -> bool:
+        """Whether all tokens that the step computes are known: some are sampled by an earlier step."""
+        cached = output.scheduled_cached_reqs
+        ends = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        return all(begin + output.num_scheduled_tokens[name] <= len(self.tokens[name]) for name, begin in ends)
+
+    def _content(self, name: str, place: int) -> int:
+        return super()._content(name, place) // 16 * 16 + self.number
+
+    def _sample(self, name: str, end: int) -> list[int]:
+        return super()._sample(name, end) if self.last else []
+
+
+class Staged(Modelless):
+    """See the module. `stages`: the layers of each."""
+
+    def __init__(
+        self, folder: Path, *, stages: tuple[int, ...] = (2, 2), chance: random.Random | None = None, **options: Any
+    ) -> None:
+        self.count, self.chance = len(stages), chance or random.Random(0)
+        self.clock = VirtualClock()
+        self.under_way = 0  # steps that were planned and had not ended, at most
+        self._layers, self.stages = stages, list[Stage]()
+        engine = {"pipeline_parallel_size": self.count, "distributed_executor_backend": "mp"}
+        with patch.object(connector, "SystemClock", lambda: self.clock):
+            super().__init__(folder, [], layers=stages[0], **engine, **options)
+
+    def _begin_workers(self, shared: list[list[str]]) -> None:
+        """One for each stage. Their handshakes come as vLLM has them."""
+        self.stages = [Stage(self, number, layers) for number, layers in enumerate(self._layers)]
+        told = {(one.number, 0): one.worker_side.get_handshake_metadata() for one in self.stages}
+        self.connector.set_xfer_handshake_metadata_pp_aware(told)
+        self.aggregator = KVOutputAggregator.from_connector(self.connector, self.count)
+        self.depth = self.count + self.asynchronous
+        # Of asynchronous scheduling with stages vLLM has the newer runner's, which CPUs lack.
+        self.scheduler.use_v2_model_runner = self.asynchronous
+        self.queue = deque[
+            tuple[Any, Any]
+        ]()  # steps that are planned, and the answers of the stages that have run them
+        self.ended = 0  # steps whose answers the scheduler has
+        self.worker_side = self.stages[-1].worker_side
+        self.memory = self.stages[-1].memory
+
+    # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def step(self) -> None:
+        """Plan a step if there is room for one, and let the stages go on; the first one's end is told to the scheduler,
+        where there is no room for more, and now and then before."""
+        self.clock.advance(0.002)
+        planned = False
+        if self.busy and len(self.queue) < self.depth:
+            self.queue.append((self.scheduler.schedule(), []))
+            self.under_way, planned = max(self.under_way, len(self.queue)), True
+            for _ in range(self.chance.randrange(4)):
+                self._advance(self.chance.randrange(self.count))
+        if self.queue and not (planned and len(self.queue) < self.depth and self.chance.random() < 0.7):
+            output, answers = self.queue[0]
+            for number in range(len(answers), self.count):
+                self._advance(number)
+            assert len(answers) == self.count
+            self.queue.popleft()
+            self.ended += 1
+            self.scheduler.update_from_output(output, self.aggregator.aggregate(answers, output_rank=self.count - 1))
+
+    def _advance(self, number: int) -> None:
+        """Let a stage run its next step, if that is planned and the stage before has run it."""
+        stage = self.stages[number]
+        place = stage.ran - self.ended
+        if place >= len(self.queue) or (number and self.stages[number - 1].ran <= stage.ran):
+            return
+        output, answers = self.queue[place]
+        if stage.ready(output):
+            assert len(answers) == number
+            answers.append(stage.runs(output))
+
+    @property
+    def looked_at(self) -> int:
+        """Places of which the content was looked at, on all stages."""
+        return sum(one.checked for one in self.stages)
+
+    def check(self) -> None:
+        super().check()
+        assert not any(one.worker_side._worker._unloaded for one in self.stages)
+
+    def close(self) -> None:
+        for one in self.stages:
+            one.worker_side.shutdown()
+        self.scheduler.shutdown()
