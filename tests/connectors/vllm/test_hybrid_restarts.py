@@ -46,7 +46,7 @@ class RestartStorm(StateStorm):
             "max_num_batched_tokens": chance.choice([6, 24, 40, 64, 200]),
             "long_prefill_token_threshold": chance.choice([0, 0, 5, 25]),
             "prefix_cache_retention_interval": chance.choice([0, None, *(SIZE * blocks for blocks in (1, 2, 3, 5, 8))]),
-            "connector": {"kvtier_config": {"tiers": tiers}},
+            "connector": {"kvtier_config": {"tiers": tiers}, "flush_timeout": "30s"},
         }
         return self.built()
 
