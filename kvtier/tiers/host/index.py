@@ -41,16 +41,17 @@ class SlotIndex(MutableMapping[BlockKey, Slot]):
 
     def _leading(self, keys: list[BlockKey]) -> list[int]:
         """The slots of the leading `keys` that are here. A chain that was stored at once lies mostly in neighbouring
-        slots: to compare their names takes a fifth of looking each up, which waits for memory among a million."""
-        parts, names, numbers, last = self.parts, self.table.keys, list[int](), len(keys) - 1
+        slots, up or, where it took those of one chain from its end on, down: to compare their names takes a fifth of
+        looking each up, which waits for memory among a million."""
+        parts, numbers, last = self.parts, list[int](), len(keys) - 1
         while (at := len(numbers)) <= last:
             part = keys[at : at + _AT_ONCE]
             number = parts[part[0][-1]].get(part[0])
             if number is None:
                 break
             near = min(_NEAR, last - at)
-            if number + near < len(names) and names[number + near] == part[near]:
-                numbers += range(number, number + 1 + self._ready(number + 1, part[1:]))
+            if step := self._step(number, part[near], near):
+                numbers += range(number, number + step * (1 + self._ready(number + step, step, part[1:])), step)
             else:
                 found = [parts[key[-1]].get(key, -1) for key in part]
                 if -1 in found:
@@ -59,10 +60,18 @@ class SlotIndex(MutableMapping[BlockKey, Slot]):
                 numbers += found
         return numbers
 
-    def _ready(self, first: int, keys: list[BlockKey]) -> int:
-        """How many leading `keys` are READY in the slots from `first` on."""
-        stop = first + len(keys)
-        names, states = self.table.keys[first:stop].tolist(), self.table.states[first:stop]
+    def _step(self, number: int, key: BlockKey, distance: int) -> int:
+        """Where the block that comes so far behind that of a slot is: 1 as far above, -1 below, 0 elsewhere."""
+        names = self.table.keys
+        if number + distance < len(names) and names[number + distance] == key:
+            return 1
+        return -1 if number >= distance and names[number - distance] == key else 0
+
+    def _ready(self, first: int, step: int, keys: list[BlockKey]) -> int:
+        """How many leading `keys` are READY in the slots from `first` on, up or down."""
+        stop = first + step * len(keys)
+        part = slice(first, stop if stop >= 0 else None, step)
+        names, states = self.table.keys[part].tolist(), self.table.states[part]
         if names != keys:
             del states[[*map(eq, names, keys), False].index(False) :]
         return len(states) - len(states.lstrip(_READY))

@@ -79,7 +79,11 @@ def scattered(dice: random.Random) -> tuple[HostTier, list[list[BlockKey]]]:
     tier = HostTier(EmptyArena(2000), make_policy("lru", 2000))
     tier.open()
     chains = [chain_of(sample_namespace(4096), 300, seed) for seed in range(6)]
-    depths, table = [0] * len(chains), tier.index.table
+    depths, table, free = [0] * len(chains), tier.index.table, list(tier._free)
+    for first in range(0, 2000, 250):
+        free[first : first + 250] = free[first : first + 250][:: dice.choice((1, -1))]
+    tier._free.clear()
+    tier._free.extend(free)
     while min(depths) < 300:
         which, blocks = dice.randrange(len(chains)), dice.choice((1, 2, 7, 8, 9, 63, 64, 65, 130, 300))
         keys = chains[which][depths[which] : depths[which] + blocks]
