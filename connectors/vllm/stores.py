@@ -38,8 +38,8 @@ _LEAST_BYTES = 64 << 20
 _PRESSED_S = 0.05
 """The same where blocks are handed out again as soon as they are free."""
 _STEP_BLOCKS = 1024
-"""Most blocks that a step chooses by their age. Each costs the engine's one thread about 10 µs."""
-_PACE_BLOCKS, _PACE_BLOCKS_S = 32, 5000.0
+"""Most blocks that a step chooses by their age. Each costs the engine's one thread about 8 µs."""
+_PACE_BLOCKS, _PACE_BLOCKS_S = 16, 5000.0
 """The same of a step that requests wait for: so many, or so many per second since the last one, a twentieth of it."""
 
 
