@@ -120,6 +120,11 @@ def loads_in_step(vllm_config: Any, kv_cache_config: Any) -> bool:
     return in_turn and plain and hasattr(BlockPool, "evict_blocks")
 
 
+def stages_of(vllm_config: Any) -> int:
+    """Stages of the engine's pipeline."""
+    return int(getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1))
+
+
 def tells_stages_apart() -> bool:
     """Whether the engine tells its connector of all workers by pipeline stage, and takes answers from all stages."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1

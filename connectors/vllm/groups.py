@@ -37,8 +37,9 @@ class Beside:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The engine's number of the group of full attention, and those beside it in an order that does not depend on the
-    engine's: windows before states, each by their layers."""
+    """The engine's number of the group of full attention, and those beside it: windows before states, and each in an
+    order that does not depend on the engine's, by their layers. Of a pipeline stage, which has a part of each group's
+    layers, or none, in the engine's order, which all stages have in common."""
 
     block_tokens: int
     full: int = 0
@@ -68,14 +69,15 @@ class Groups:
         return [len(depths) for depths in self.needed(boundary)]
 
 
-def groups_of(kv_cache_config: Any) -> Groups:
-    """Raises IdentityError for groups that are not served."""
+def groups_of(kv_cache_config: Any, stages: int = 1) -> Groups:
+    """Of an engine with so many pipeline stages. Raises IdentityError for groups that are not served."""
     groups: Sequence[Any] = kv_cache_config.kv_cache_groups
     if len(groups) == 1:
         return Groups(int(groups[0].kv_cache_spec.block_size))
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     full = [number for number, kind in enumerate(kinds) if kind in FULL]
-    said = f"this model keeps {len(groups)} groups of KV cache ({', '.join(sorted(set(kinds)))})"
+    where = " on a stage of the pipeline" if stages > 1 else ""
+    said = f"this model keeps {len(groups)} groups of KV cache{where} ({', '.join(sorted(set(kinds)))})"
     advice = "start this engine without the connector"
     if len(full) != 1 or any(kind not in (*FULL, _WINDOW, _STATE) for kind in kinds):
         raise IdentityError(
@@ -107,10 +109,10 @@ def groups_of(kv_cache_config: Any) -> Groups:
         for number, group in enumerate(groups)
         if number != full[0]
     ]
-    ordered = tuple(sorted(beside, key=lambda one: (one.group.kind is Kind.STATE, one.layers)))
+    ordered = sorted(beside, key=lambda one: (one.group.kind is Kind.STATE, () if stages > 1 else one.layers))
     specs = [group.kv_cache_spec for group, kind in zip(groups, kinds, strict=True) if kind == _STATE]
     checkpoints = any(getattr(spec, "num_prefill_checkpoint_blocks", 0) for spec in specs)
-    return Groups(next(iter(sizes)), full[0], ordered, checkpoints)
+    return Groups(next(iter(sizes)), full[0], tuple(ordered), checkpoints)
 
 
 def _beside(number: int, spec: Any, layers: tuple[str, ...]) -> Beside:

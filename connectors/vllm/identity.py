@@ -16,7 +16,7 @@ from kvtier.connectors.adapters import adapter_name, signature_of
 from kvtier.connectors.configuration import digest16
 from kvtier.connectors.identity import model_name, random_weights, rope_of, weights_of
 from kvtier.connectors.settings import Settings
-from kvtier.connectors.vllm.compat import hash_problem, tells_stages_apart
+from kvtier.connectors.vllm.compat import hash_problem, stages_of, tells_stages_apart
 from kvtier.connectors.vllm.configuration import configuration_of
 from kvtier.connectors.vllm.groups import FULL, groups_of, refuse_unproven
 from kvtier.connectors.vllm.messages import Handshake
@@ -32,8 +32,8 @@ _ADAPTERS_MAX = 4096
 
 def cache_layout_of(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
     """Layers and bytes of a block. Raises IdentityError for models and set-ups that are not served."""
-    _refuse_shapes(vllm_config.parallel_config, len(kv_cache_config.kv_cache_groups))
-    groups = groups_of(kv_cache_config)
+    _refuse_shapes(vllm_config.parallel_config)
+    groups = groups_of(kv_cache_config, stages_of(vllm_config))
     refuse_unproven(vllm_config, groups)
     group = kv_cache_config.kv_cache_groups[groups.full]
     spec = group.kv_cache_spec
@@ -43,14 +43,14 @@ def cache_layout_of(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
     for name, layer in specs.items():
         _refuse_layer(name, layer)
     for other in kv_cache_config.kv_cache_groups:
-        _refuse_scales(other.layer_names[0], other.kv_cache_spec)
+        _refuse_scales(next(iter(other.layer_names), ""), other.kv_cache_spec)
     unit = getattr(kv_cache_config, "hash_block_size", None)
     if unit not in (None, spec.block_size):
         raise IdentityError(
             f"the engine names runs of {unit} tokens but its blocks hold {spec.block_size}; equal sizes are needed"
         )
     parallel = vllm_config.parallel_config
-    width, stages = parallel.tensor_parallel_size, getattr(parallel, "pipeline_parallel_size", 1)
+    width, stages = parallel.tensor_parallel_size, stages_of(vllm_config)
     replicated = width > 1 and getattr(kv_cache_config, "kv_tp_replicas", 1) == width
     return CacheLayout(
         layers=tuple(group.layer_names),
@@ -70,16 +70,11 @@ def cache_layout_of(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
     )
 
 
-def _refuse_shapes(parallel: Any, groups: int) -> None:
+def _refuse_shapes(parallel: Any) -> None:
     for label in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, label, 1) > 1:
             raise IdentityError(f"{label} is {getattr(parallel, label)}; kvtier serves 1")
     stages = getattr(parallel, "pipeline_parallel_size", 1)
-    if stages > 1 and groups > 1:
-        raise IdentityError(
-            f"pipeline_parallel_size is {stages}; kvtier serves 1 where a model keeps {groups} groups of KV cache, "
-            "since each stage has others of them"
-        )
     if stages > 1 and not tells_stages_apart():
         raise IdentityError(
             f"pipeline_parallel_size is {stages}, and this vLLM does not tell its connectors which stage a worker is "
@@ -138,15 +133,20 @@ def namespace_of(
         ranks_served=cache_layout.pieces,
         tp=cache_layout.width,
         pp=cache_layout.stages,
-        **{**fields, "group": cache_layout.groups or fields["group"]},
+        **{**fields, "group": _groups_of_all(cache_layout, stages) or fields["group"]},
     )
+
+
+def _groups_of_all(cache_layout: CacheLayout, stages: Sequence[Handshake]) -> str:
+    """Name of the sets of groups of all stages; "" for one group."""
+    return "|".join(stage.groups for stage in stages) if cache_layout.groups and stages[1:] else cache_layout.groups
 
 
 def _stages_of(cache_layout: CacheLayout, shakes: Sequence[Handshake]) -> list[Handshake]:
     """What each pipeline stage's ranks have in common. Stages may have pieces of different sizes: smaller ones lie at
     the beginning of a piece of the largest's size, and the rest of that stays zero. Raises IdentityError."""
     parts = {
-        (rank // cache_layout.width, shake.layout, shake.dtype, shake.piece_bytes, shake.layers)
+        (rank // cache_layout.width, shake.layout, shake.dtype, shake.piece_bytes, shake.layers, shake.groups)
         for rank, shake in enumerate(shakes)
     }
     alike = len(parts) == cache_layout.stages and len({shake.dtype for shake in shakes}) == 1

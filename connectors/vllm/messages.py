@@ -126,4 +126,5 @@ class Handshake(KVConnectorHandshakeMetadata):
     epoch: int = 0
     weights: str = ""  # name of the checkpoint as it was read; "": it was not watched
     unwatched: tuple[str, ...] = ()  # changes of weights and adapters that this release has no hook for
-    layers: tuple[str, ...] = ()  # that the rank's stage has
+    layers: tuple[str, ...] = ()  # of full attention, that the rank's stage has
+    groups: str = ""  # name of the set of groups there; "" for one

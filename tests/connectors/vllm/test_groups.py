@@ -180,13 +180,37 @@ def test_drafters_beside_several_groups_are_refused_with_the_reason(beside: Any,
 
 
 @BESIDE
-@pytest.mark.parametrize(
-    "shape", ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"]
-)
-def test_stages_and_context_parallelism_are_refused_with_the_reason(beside: Any, shape: str) -> None:
-    """Before anything is asked of the groups, which each stage has others of. With full attention alone, stages are
-    served."""
-    assert f"{shape} is 2; kvtier serves 1" in refused(beside, **{shape: 2})
-    alone = refused(beside, several=False, **{shape: 2})
-    assert not alone if shape == "pipeline_parallel_size" else f"{shape} is 2; kvtier serves 1" in alone
+@pytest.mark.parametrize("shape", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallelism_is_refused_with_the_reason(beside: Any, shape: str) -> None:
+    """Before anything is asked of the groups."""
+    for several in (True, False):
+        assert f"{shape} is 2; kvtier serves 1" in refused(beside, several=several, **{shape: 2})
     assert not refused(beside, **{shape: 1})
+
+
+@BESIDE
+def test_stages_are_served_and_not_beside_tensor_parallelism(beside: Any) -> None:
+    for several in (True, False):
+        assert not refused(beside, several=several, pipeline_parallel_size=2)
+    both = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+    assert "2 groups of KV cache with tensor parallelism" in refused(beside, **both)
+    assert not refused(beside, several=False, **both)
+
+
+def test_stages_have_their_groups_in_one_order() -> None:
+    """Whatever each has of them: by its own layers alone, a stage would have another one, and would copy pages as those
+    of another group."""
+    first = config((window(), "b"), (full(), "xy"), (window(), "a"), (state(), "c"), (window(80), ""))
+    other = config((window(), "e"), (full(), "vw"), (window(), "f"), (state(), ""), (window(80), "g"))
+    found = [groups_of(one, stages=2) for one in (first, other)]
+    assert [[one.number for one in groups.beside] for groups in found] == [[0, 2, 4, 3]] * 2
+    assert [[one.layers for one in groups.beside] for groups in found] == [
+        [("b",), ("a",), (), ("c",)], [("e",), ("f",), ("g",), ()]
+    ]  # fmt: skip
+    assert found[0].counts(160) == found[1].counts(160) and found[0].name != found[1].name
+    assert [one.number for one in groups_of(first).beside] == [4, 2, 0, 3], "the control: of one stage, by their layers"
+
+
+def test_a_stage_with_more_layers_of_a_group_than_of_full_attention_is_refused() -> None:
+    with pytest.raises(IdentityError, match=r"on a stage of the pipeline.* of \[1, 2\] layers.*no more layers than"):
+        groups_of(config((full(), "c"), (window(), "ab")), stages=2)

@@ -274,7 +274,6 @@ def test_hashes_that_do_not_last_are_refused_with_advice(monkeypatch: pytest.Mon
     ("groups", "parallel", "said"),
     [
         (2, {}, "2 groups"),
-        (2, {"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2; kvtier serves 1 where"),
         (1, {"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
     ],
 )

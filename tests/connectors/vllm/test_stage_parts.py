@@ -98,12 +98,15 @@ def test_stages_of_unequal_size_keep_apart_and_leave_the_rest_of_a_piece_clear()
     arena.close()
 
 
-def named(*stages: tuple[str, ...], width: int = 1, replicated: bool = False, **changed: Any) -> Namespace:
-    """The namespace of an engine whose stages have these layers, of a page each; `changed`: of the last rank."""
-    ranks = width * len(stages)
-    layout = CacheLayout(stages[0], (PAGE,) * len(stages[0]), 64, "NHD", ranks, 0, replicated, stages=len(stages))
+def named(
+    *stages: tuple[str, ...], width: int = 1, replicated: bool = False, several: str = "", **changed: Any
+) -> Namespace:
+    """The namespace of an engine whose stages have these layers, of a page each; `several`: the name of its groups,
+    `changed`: of the last rank."""
+    ranks, given = width * len(stages), {"groups": several, "stages": len(stages)}
+    layout = CacheLayout(stages[0], (PAGE,) * len(stages[0]), 64, "NHD", ranks, 0, replicated, **given)
     shakes = {
-        rank: Handshake(f"{len(names)}*8x2x32/1", "bfloat16", len(names) * PAGE, "here", layers=names)
+        rank: Handshake(f"{len(names)}*8x2x32/1", "bfloat16", len(names) * PAGE, "", layers=names, groups=several)
         for rank, names in enumerate(names for names in stages for _ in range(width))
     }
     shakes[ranks - 1] = replace(shakes[ranks - 1], **changed)
@@ -123,6 +126,7 @@ def test_stages_and_their_layers_are_in_the_name_of_a_block() -> None:
     others = [
         both, shared, unequal, named(("a",), ("b", "c", "d")), named(("a", "b", "c", "d")),
         named(("a", "b", "c", "d"), width=2), named(("a", "b"), ("c", "e")), named(("a",), ("b",), ("c",), ("d",)),
+        named(("a", "b"), ("c", "d"), several="x"), named(("a", "b"), ("c", "d"), several="x", groups="y"),
     ]  # fmt: skip
     assert len({one.digest for one in (two, *others)}) == 1 + len(others)
     assert named(("a", "b"), ("c", "d")).digest == two.digest
@@ -155,11 +159,11 @@ class FullAttentionSpec(SimpleNamespace):
     """By its name."""
 
 
-def layout_by_vllm(rank: int, layers: tuple[str, ...] = ("a",), groups: int = 1, **parallel: int) -> CacheLayout:
+def layout_by_vllm(rank: int, layers: tuple[str, ...] = ("a",), **parallel: int) -> CacheLayout:
     spec = FullAttentionSpec(block_size=16, page_size_bytes=PAGE)
     group = SimpleNamespace(kv_cache_spec=spec, layer_names=layers)
     config = SimpleNamespace(parallel_config=SimpleNamespace(rank=rank, **parallel), cache_config=SimpleNamespace())
-    return cache_layout_of(config, SimpleNamespace(kv_cache_groups=[group] * groups, num_blocks=4))
+    return cache_layout_of(config, SimpleNamespace(kv_cache_groups=[group], num_blocks=4))
 
 
 def test_ranks_count_within_a_replica_stage_after_stage() -> None:
@@ -171,10 +175,6 @@ def test_ranks_count_within_a_replica_stage_after_stage() -> None:
 
 def test_stages_that_are_not_served_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = {"tensor_parallel_size": 1, "pipeline_parallel_size": 2}
-    with pytest.raises(
-        IdentityError, match="pipeline_parallel_size is 2; kvtier serves 1 where a model keeps 2 groups"
-    ):
-        layout_by_vllm(0, groups=2, **shape)
     with pytest.raises(IdentityError, match="a stage of the pipeline has no layer with a KV cache"):
         layout_by_vllm(1, layers=(), **shape)
     monkeypatch.setattr("kvtier.connectors.vllm.identity.tells_stages_apart", lambda: False)

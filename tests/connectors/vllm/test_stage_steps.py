@@ -143,3 +143,58 @@ def test_a_storm_would_notice_one_wrong_stage(make: Make, number: int) -> None:
     with pytest.raises(Wrong):
         steps.warm(engine, steps.prompt(7, 60))
     engine.scheduler.running.clear()
+
+
+class GroupsStorm(Storm):
+    """Windows and states beside full attention: each stage has a part of each group's layers."""
+
+    raising = steps.RAISING
+
+    def begin(self, make: Callable[..., Any]) -> Staged:
+        chance = self.chance
+        windows = [(chance.choice(steps.WIDTHS), chance.choice([1, 2, 2])) for _ in range(chance.choice([1, 1, 2]))]
+        states = [chance.choice([1, 2]) for _ in range(chance.choice([0, 0, 1, 2]))]
+        groups = 1 + len(windows) + len(states)
+        engine: Staged = make(
+            windows=windows,
+            states=states,
+            checkpoints=chance.random() < 0.3,
+            lacking={(number, place) for number in range(3) for place in range(groups - 1) if chance.random() < 0.1},
+            full_at=chance.randrange(groups),
+            stages=chance.choice([(2, 2), (2, 1), (1, 2), (1, 1, 2)]),
+            chance=random.Random(chance.random()),
+            blocks=max(chance.choice([44, 60, 120]), 20 * groups + 2),
+            max_model_len=160,
+            async_scheduling=chance.random() < 0.5,
+            max_num_batched_tokens=chance.choice([13, 16, 40, 64, 200]),
+            scheduling_policy=chance.choice(["fcfs", "priority"]),
+            prefix_cache_retention_interval=chance.choice([0, None]),
+            connector={"kvtier_config": {"tiers": {"g2": {"capacity": chance.choice(["256KiB", "1MiB"])}}}},
+        )
+        return engine
+
+    def turn(self) -> None:
+        if self.chance.random() < 0.1:
+            self.go_on()
+        super().turn()
+
+    def go_on(self) -> None:
+        """A conversation goes on after the engine has lost its own blocks: boundaries are found where others ended."""
+        self.engine.run()
+        self.engine.reset()
+        ended = [name for name in self.engine.answers if len(self.engine.answers[name]) < 120]
+        if ended:
+            asked = [*self.engine.answers[self.chance.choice(ended)], self.chance.randrange(3, 1000)]
+            self.asked[self.engine.add(asked, self.chance.choice([1, 9]))] = asked
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 60))])
+def test_windows_and_states_come_back_on_all_stages(make: Make, seed: int) -> None:
+    storm = GroupsStorm(make, seed)
+    for turn in range(400):
+        if turn >= 120 and storm.engine.half.counters["tokens_read_g2"]:
+            break
+        storm.turn()
+    storm.end()
+    assert storm.engine.looked_at > 0 and storm.engine.half.counters["tokens_read_g2"] > 0
+    assert storm.engine.under_way > 1

@@ -193,14 +193,17 @@ class Modelless:
     def _begin_workers(self, shared: list[list[str]]) -> None:
         """The worker's half of the connector over the memory, and its handshake. `shared`: the layers of a page."""
         self.worker_side = KVTierConnector(self.vllm_config, KVConnectorRole.WORKER, self.kv_config)
-        self.worker_side.register_kv_caches(
+        self._register(self.worker_side, shared)
+        self.connector.set_xfer_handshake_metadata({0: self.worker_side.get_handshake_metadata()})
+
+    def _register(self, side: Any, shared: list[list[str]]) -> None:
+        side.register_kv_caches(
             {
                 name: parts_of_state(self.memory[layer]) if name.startswith("state") else self.memory[layer]
                 for layer, names in enumerate(shared)
                 for name in names
             }
         )
-        self.connector.set_xfer_handshake_metadata({0: self.worker_side.get_handshake_metadata()})
 
     @property
     def connector(self) -> Any:

@@ -35,21 +35,25 @@ class StageWorker:
         return os.getpid()
 
     def stage_watch(self) -> None:
-        """From now on remember the bytes of every block that is copied, by job and place."""
+        """From now on remember the bytes of every block that is copied, by job and place. Those that no layer of its
+        group has are clear where it comes back."""
         import torch
 
         half, seen = self._stage_half, {}
         plain, self._stage_seen = half._finish, seen
 
-        def content(block: int) -> str:
+        def content(block: int, group: int | None) -> str:
             pages = (tensor[block].contiguous().view(-1).view(torch.uint8) for tensor in half._described.memory.owners)
-            return sha256(b"".join(page.numpy().tobytes() for page in pages)).hexdigest()
+            whole = bytearray(b"".join(page.numpy().tobytes() for page in pages))
+            for offset, count in () if group is None else half._described.absent[group]:
+                whole[offset : offset + count] = bytes(count)
+            return sha256(whole).hexdigest()
 
         def finish(job: Any) -> None:
             bad = half._failed.get(job.moves.job, set())
-            seen[job.moves.job] = {
-                place: content(block) for place, block in enumerate(job.moves.blocks) if place not in bad
-            }
+            groups = job.moves.groups or [None] * len(job.moves.blocks)
+            each = enumerate(zip(job.moves.blocks, groups, strict=True))
+            seen[job.moves.job] = {place: content(*one) for place, one in each if place not in bad}
             plain(job)
 
         half._finish = finish

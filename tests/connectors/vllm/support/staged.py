@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,25 +33,30 @@ class Stage(Modelless):
     def __init__(self, engine: Staged, number: int, layers: int) -> None:
         """Shares what is sampled, and what is known of requests, with the other stages of `engine`."""
         self.engine, self.number, self.last = engine, number, number + 1 == engine.count
-        self.size, self.checkpoints, self.states, self.windows, self.layers = engine.size, False, [], [0], [layers]
+        self.size, self.states, self.windows = engine.size, engine.states, engine.windows
+        self.checkpoints = engine.checkpoints
         self.tables, self.state_at, self.checked, self.ran = {}, {}, 0, 0
         self.tokens, self.answers, self.sessions = engine.tokens, engine.answers, engine.sessions
         self.reads = engine.reads if self.last else {}
         blocks = engine.kv_config.num_blocks
         self.memory = [torch.full((blocks, self.size), -1, dtype=torch.int64) for _ in range(layers)]
-        (group,) = groups_of_layers([], layers, self.size, 0)
-        group.layer_names = [f"stage{number}.{name}" for name in group.layer_names]
-        page = group.kv_cache_spec.page_size_bytes
+        groups = engine.groups_of(number)
+        for group in groups:
+            group.layer_names = [f"{name}.stage{number}" for name in group.layer_names]
+        self.layers = [len(group.layer_names) for group in groups]
+        page = groups[0].kv_cache_spec.page_size_bytes
+        shared = [[group.layer_names[at] for group in groups if at < len(group.layer_names)] for at in range(layers)]
         self.kv_config = KVCacheConfig(
             num_blocks=blocks,
-            kv_cache_tensors=[KVCacheTensor(page * blocks, [name], 0, page) for name in group.layer_names],
-            kv_cache_groups=[group],
+            kv_cache_tensors=[KVCacheTensor(page * blocks, names, 0, page) for names in shared],
+            kv_cache_groups=groups,
             hash_block_size=self.size,
+            cache_hit_alignment_tokens=self.size,
         )
         parallel = engine.vllm_config.parallel_config
         with patch.object(parallel, "rank", number):
             self.worker_side = KVTierConnector(engine.vllm_config, KVConnectorRole.WORKER, self.kv_config)
-        self.worker_side.register_kv_caches(dict(zip(group.layer_names, self.memory, strict=True)))
+        self._register(self.worker_side, shared)
 
     def runs(self, output: Any) -> Any:
         self.ran += 1
@@ -63,7 +69,7 @@ class Stage(Modelless):
         return all(begin + output.num_scheduled_tokens[name] <= len(self.tokens[name]) for name, begin in ends)
 
     def _content(self, name: str, place: int) -> int:
-        return super()._content(name, place) // 16 * 16 + self.number
+        return super()._content(name, place) + (self.number << 56)
 
     def _sample(self, name: str, end: int) -> list[int]:
         return super()._sample(name, end) if self.last else []
@@ -73,15 +79,43 @@ class Staged(Modelless):
     """See the module. `stages`: the layers of each."""
 
     def __init__(
-        self, folder: Path, *, stages: tuple[int, ...] = (2, 2), chance: random.Random | None = None, **options: Any
+        self,
+        folder: Path,
+        windows: Sequence[tuple[int, int]] = (),
+        *,
+        stages: tuple[int, ...] = (2, 2),
+        chance: random.Random | None = None,
+        full_at: int = 0,
+        states: Sequence[int] = (),
+        lacking: Collection[tuple[int, int]] = (),
+        **options: Any,
     ) -> None:
+        """Of a group beside the full one a stage has as many layers as the group is said to have, but no more than of
+        the full one; none where (stage, place of the group) is `lacking`."""
         self.count, self.chance = len(stages), chance or random.Random(0)
+        self.widths, self.kept, self.full_at, self.lacking = windows, states, full_at, lacking
+        self._layers = stages
+        first = self._parts(0)
         self.clock = VirtualClock()
         self.under_way = 0  # steps that were planned and had not ended, at most
-        self._layers, self.stages = stages, list[Stage]()
+        self.stages = list[Stage]()
         engine = {"pipeline_parallel_size": self.count, "distributed_executor_backend": "mp"}
         with patch.object(connector, "SystemClock", lambda: self.clock):
-            super().__init__(folder, [], layers=stages[0], **engine, **options)
+            super().__init__(folder, first[0], layers=stages[0], full_at=full_at, states=first[1], **engine, **options)
+
+    def _parts(self, number: int) -> tuple[list[tuple[int, int]], list[int]]:
+        """Windows and states of a stage, with their layers there."""
+        most = self._layers[number]
+        counts = [
+            0 if (number, place) in self.lacking else min(count, most)
+            for place, count in enumerate([*(count for _, count in self.widths), *self.kept])
+        ]
+        windows = [(window, count) for (window, _), count in zip(self.widths, counts, strict=False)]
+        return windows, counts[len(windows) :]
+
+    def groups_of(self, number: int) -> list[Any]:
+        windows, states = self._parts(number)
+        return groups_of_layers(windows, self._layers[number], self.size, self.full_at, states, self.checkpoints)
 
     def _begin_workers(self, shared: list[list[str]]) -> None:
         """One for each stage. Their handshakes come as vLLM has them."""
