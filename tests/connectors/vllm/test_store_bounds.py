@@ -105,7 +105,7 @@ def test_what_has_piled_up_is_chosen_a_little_per_step(engine: SmallEngine) -> N
     for number in range(3):
         engine.add(f"r{number}", [number * 7 + i for i in range(STEP_BLOCKS * SIZE - 1)], wanted=400)
         engine.step()
-    assert max(chosen) == 32, "no time has passed since the last step"
+    assert max(chosen) == 16, "no time has passed since the last step"
     chosen.clear()
     for _ in range(20):
         engine.clock.advance(1 / 32)
