@@ -314,12 +314,12 @@ def test_new_weights_in_place_and_adapters_count_on_all_stages(
     assert fresh.stop() == 0
 
 
-@pytest.mark.parametrize("kind", ["sliding", "gptoss", "state"])
+@pytest.mark.parametrize("kind", ["sliding", "gptoss", "filled_up", "state"])
 def test_windows_and_states_come_back_over_stages(
     stages: Start, make_other: Callable[[str], Path], tmp_path: Path, kind: str
 ) -> None:
     """Tokens are those of the engine's own hit at the same boundary; where a load fails on one stage, of none."""
-    options = {"model": str(make_other(kind)), "engine": ENGINE.get(kind, {})}
+    options = {"model": str(make_other(kind)), "engine": {"num_gpu_blocks_override": 256, **ENGINE.get(kind, {})}}
     asked = [prompt(seed, length) for seed, length in ((1, 500), (2, 330), (3, 1300))]
     plain = stages(config=None, **options)
     cold, own = ([plain.generate(prompts=[one], settle=False)[0] for one in asked] for _ in range(2))
@@ -360,3 +360,12 @@ def test_windows_and_states_come_back_over_stages(
     assert all(out["tokens"] != right["tokens"] for out, right in zip(wrong, own, strict=True)), "the control"
     assert second.compared()["wrong"][1] > 0
     second.kill()
+
+
+def test_a_stage_without_full_attention_is_refused_with_the_reason(
+    stages: Start, make_other: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two of five layers have windows."""
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "2,3")
+    with pytest.raises(AssertionError, match=r"on a stage of the pipeline .*no more layers than"):
+        stages(model=str(make_other("filled_up")), config=tiers(tmp_path), engine={"num_gpu_blocks_override": 256})

@@ -158,11 +158,6 @@ def test_latent_attention_is_not_cached_where_the_engine_does_not_resume_it(
             "with speculative decoding",
         ),
         ("llama", {"prefix_caching_hash_algo": "xxhash"}, "start with --prefix-caching-hash-algo sha256_cbor"),
-        (
-            "filled_up",  # five layers: the first two have windows, and none full attention
-            {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
-            "on a stage of the pipeline .*no more layers than",
-        ),
     ],
 )
 def test_what_is_not_served_is_refused_at_start_with_the_reason(
