@@ -12,6 +12,7 @@ import pytest
 from tests.connectors.vllm.conftest import Engine
 from tests.connectors.vllm.support.prompts import IDLE, prompt, tiers, tokens
 from tests.connectors.vllm.test_hybrid import ENGINE
+from tests.connectors.vllm.test_variants import MLA
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
@@ -360,6 +361,45 @@ def test_windows_and_states_come_back_over_stages(
     assert all(out["tokens"] != right["tokens"] for out, right in zip(wrong, own, strict=True)), "the control"
     assert second.compared()["wrong"][1] > 0
     second.kill()
+
+
+def test_ranks_of_a_stage_share_latent_attention(
+    stages: Start, make_other: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Both ranks of a stage hold the same latents: one piece per stage, which the first writes and both read. The
+    stages have two layers and one."""
+    engine = {**MLA, "enable_chunked_prefill": True, "enable_prefix_caching": True, "tensor_parallel_size": 2}
+    options = {"model": str(make_other("mla")), "engine": engine, "insist": True, "config": tiers(tmp_path)}
+    asked = [prompt(seed) for seed in (1, 2, 3)]
+    first = stages(**options)
+    named = first.namespace()
+    assert (named["tp"], named["pp"], named["ranks_served"], named["layers"]) == (2, 2, 2, "0:3")
+    for _ in range(2):
+        own = [first.generate(prompts=[one], control=AWAY)[0] for one in asked]
+    assert first.reset()
+    for one in asked:
+        first.generate(prompts=[one], control={"load": False})
+    assert first.reset()
+    warm = [first.generate(prompts=[one])[0] for one in asked]
+    assert [out["read"] for out in warm] == [{"g2": 288}] * 3 and tokens(warm) == tokens(own)
+    found = first.compared()
+    assert found["compared"] == [54] * 4 and found["wrong"] == [0] * 4
+    for rank in range(4):
+        assert first.reset()
+        first.break_stage(rank=rank, how="zeros")
+        wrong = first.generate(prompts=asked[:1], control={"store": False})[0]
+        assert wrong["tokens"] != own[0]["tokens"], "the control: each rank reads"
+        first.mend()
+    assert first.check() == IDLE
+    first.flush()
+    assert first.stop() == 0
+    second = stages(**options)
+    second.know(stored=found["known"])
+    again = [second.generate(prompts=[one])[0] for one in asked]
+    assert [out["read"] for out in again] == [{"g3": 288}] * 3 and tokens(again) == tokens(own)
+    found = second.compared()
+    assert found["compared"] == [54] * 4 and found["wrong"] == [0] * 4
+    assert second.stop() == 0
 
 
 def test_a_stage_without_full_attention_is_refused_with_the_reason(

@@ -99,6 +99,8 @@ ROWS = (
         test="test_groups.py::test_drafters_beside_several_groups_are_refused_with_the_reason"),
     Row("windows or states alone, several groups of full attention", on=_TWICE, off=_TWICE,
         test="test_groups.py::test_sets_of_groups_that_are_not_served_are_refused_with_the_reason"),
+    Row("latent attention over pipeline stages, whose ranks share", off="not tried: with prefix caching alone",
+        test="test_stages.py::test_ranks_of_a_stage_share_latent_attention"),
     Row("pipeline stages of windows or states beside full attention", off="refused: prefix caching is needed",
         test="test_stages.py::test_windows_and_states_come_back_over_stages"),
     Row("tensor parallelism of windows or states", on="refused: not proved", off="refused: prefix caching is needed",

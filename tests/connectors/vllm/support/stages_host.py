@@ -62,12 +62,14 @@ class StagesHost(engine_host.Host):
     def compared(self) -> dict[str, Any]:
         """Compares what was copied since the last call: every block that was loaded on any rank with the one that was
         stored under its name there. `stored`: what is known by now."""
-        ranks = self._on_all("stage_watched")
+        ranks, layout = self._on_all("stage_watched"), self.connector._cache_layout
+        share = layout.ranks // layout.pieces  # ranks of a piece, of which the first writes it
         stored, compared, wrong = 0, [0] * len(ranks), [0] * len(ranks)
         for job in sorted({job for seen in ranks for job in seen}):
             for place, key in enumerate(self._keys.get(job, ())):
                 found = [seen.get(job, {}).get(place) for seen in ranks]
                 if job not in self._loads:
+                    found = [one or found[layout.piece_of(rank) * share] for rank, one in enumerate(found)]
                     if all(found):
                         stored += key not in self._stored
                         self._stored.setdefault(key, [str(one) for one in found])
