@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvtier.manager.plan import Costs, Where, make_plan
@@ -31,6 +31,7 @@ def test_a_hit_is_the_longest_prefix_that_fits(where: list[Where], room: int) ->
 
 
 @given(places, st.integers(1, 9), st.integers(0, 30), st.integers(0, 30))
+@example(where=["g3", "g4"], compute=2, g3=3, g4=3)  # both at once take no longer than one
 def test_what_is_slower_than_computing_is_not_loaded(where: list[Where], compute: int, g3: int, g4: int) -> None:
     plan = make_plan(where, len(where), costs=Costs(compute, {"g3": g3, "g4": g4}))
     free = make_plan(where, len(where))
