@@ -386,8 +386,9 @@ class Hammer:
 
     async def reaches_all(self, face: Face) -> None:
         """New blocks are stored, and go to every tier that has space. (A loaded machine may be late, and a breaker open
-        for that: then once more.)"""
-        for tries_left in reversed(range(3)):
+        for that: then again, when it has let a call through.)"""
+        deadline = time.monotonic() + 20
+        while True:
             await self.settle(face)
             chain = self._keys(scope_of("fresh"), [self.rng.randrange(1 << 30) for _ in range(4 * 16)])
             payloads = [bytes_of(key, self.world.block_bytes) for key in chain]
@@ -395,7 +396,9 @@ class Hammer:
             flushed = await face.call(face.cache.flush, 10.0)
             lower = face.cache.manager.lower.values()
             missing = {tier.name: [miss for miss in await self._found(face, tier, chain) if miss] for tier in lower}
-            if tries_left and not all(tier.healthy() for tier in lower):
+            if not all(tier.healthy() for tier in lower):
+                in_time(deadline, "a tier that answers is well")
+                await asyncio.sleep(0.2)
                 continue
             if stored != 4 or flushed.pending:
                 raise TooLate(f"the background does not live: {stored} of 4 stored, {flushed.pending} pending")
