@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +19,7 @@ from kvtier.tiers.disk.slab import SystemCalls
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.guard import Guarded
 from kvtier.tiers.protocol import Stored
-from tests.support.waiting import until
+from tests.support.waiting import eventually, until
 from tests.tiers.disk.support.store import BLOCK, get, opened, put
 
 NAMESPACE = sample_namespace(BLOCK)
@@ -38,10 +37,7 @@ def left() -> list[str]:
 
 
 def nothing_left() -> None:
-    deadline = time.monotonic() + 5
-    while left():
-        assert time.monotonic() < deadline, left()
-        time.sleep(0.01)
+    assert eventually(lambda: not left()), left()
 
 
 class Sticking(SystemCalls):
@@ -152,13 +148,18 @@ def test_what_opens_after_its_loop_has_ended_is_closed(tmp_path: Path, monkeypat
     asyncio.run(tier.close(tier._clock.monotonic() + 5))
 
 
-async def test_an_opening_that_is_cancelled_as_it_ends_is_undone(tmp_path: Path) -> None:
+async def test_an_opening_that_is_cancelled_as_it_ends_is_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the guard, since whoever cancelled it believes that nothing was opened."""
-    tier = tier_at(tmp_path)
-    guard = Guarded(tier, tier._clock)
-    opening = asyncio.ensure_future(guard.open())
-    await until(lambda: tier._opened is not None)
-    opening.cancel()
+    tier, open_it = tier_at(tmp_path), DiskTier.open
+
+    async def cancelled_as_it_ends(tier: DiskTier) -> None:
+        await open_it(tier)
+        opening.cancel()
+
+    monkeypatch.setattr(DiskTier, "open", cancelled_as_it_ends)
+    opening = asyncio.ensure_future(Guarded(tier, tier._clock).open())
     with pytest.raises(asyncio.CancelledError):
         await opening
     await until(lambda: not left())
