@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -14,12 +14,14 @@ from kvtier.tiers.objects.bucket.direct_http import REFUSALS_MAX, DirectHTTP, re
 from kvtier.tiers.objects.bucket.protocol import Transient
 from kvtier.tiers.objects.tier import ObjectTier
 from kvtier.tiers.protocol import Loaded, Target
+from tests.support.waiting import WAIT_S, until
 
 DATA = bytes(range(256)) * 1024
 START, COUNT = 1000, 200_000
 
-Answer = Callable[[int, int], list[bytes | float | None]]
-"""What a server sends for a range: bytes, a pause in seconds, or None for the end of the connection."""
+Part = bytes | float | asyncio.Event | None
+Answer = Callable[[int, int], Sequence[Part]]
+"""Sent by a server for a range: bytes, a pause in seconds or until an event, or None for the end of the connection."""
 
 
 def head(first: int, last: int, status: str = "206 Partial Content", **headers: object) -> bytes:
@@ -29,7 +31,7 @@ def head(first: int, last: int, status: str = "206 Partial Content", **headers: 
     return "\r\n".join([f"HTTP/1.1 {status}", *lines, "", ""]).encode()
 
 
-def good(first: int, last: int) -> list[bytes | float | None]:
+def good(first: int, last: int) -> list[Part]:
     return [head(first, last) + DATA[first : last + 1]]
 
 
@@ -51,6 +53,8 @@ class Server:
                         return
                     if isinstance(part, float):
                         await asyncio.sleep(part)
+                    elif isinstance(part, asyncio.Event):
+                        await part.wait()
                     else:
                         writer.write(part)
                         await writer.drain()
@@ -61,11 +65,11 @@ class Server:
 
 
 @asynccontextmanager
-async def running() -> AsyncIterator[tuple[Server, DirectHTTP]]:
+async def running(read_s: float = WAIT_S) -> AsyncIterator[tuple[Server, DirectHTTP]]:
     server = Server()
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/b/x?signature=s"
-    direct = DirectHTTP(connect_s=2, read_s=0.3)
+    direct = DirectHTTP(connect_s=WAIT_S, read_s=read_s)
     try:
         yield server, direct
     finally:
@@ -87,7 +91,7 @@ async def fetch(server: Server, direct: DirectHTTP) -> dict[str, str] | None:
 
 
 async def test_bytes_come_in_any_pieces_over_one_connection() -> None:
-    def drip(first: int, last: int) -> list[bytes | float | None]:
+    def drip(first: int, last: int) -> list[Part]:
         whole = good(first, last)[0]
         assert isinstance(whole, bytes)
         return [whole[:10], 0.01, whole[10:150], 0.01, whole[150:70_000], 0.01, whole[70_000:]]
@@ -144,16 +148,16 @@ async def test_after_enough_refusals_it_gives_up() -> None:
     [
         lambda first, last: [None],
         lambda first, last: [head(first, last) + DATA[first : first + 50_000], None],
-        lambda first, last: [head(first, last) + DATA[first : first + 50_000], 5.0],
-        lambda first, last: [5.0],
+        lambda first, last: [head(first, last) + DATA[first : first + 50_000], WAIT_S],
+        lambda first, last: [WAIT_S],
     ],
 )
 async def test_what_breaks_off_or_stalls_may_be_tried_again(answer: Answer) -> None:
-    async with running() as (server, direct):
+    async with running(read_s=0.3) as (server, direct):
         server.answers = [answer]
-        async with asyncio.timeout(2):
-            with pytest.raises(Transient):
-                await fetch(server, direct)
+        with pytest.raises(Transient):
+            await fetch(server, direct)
+        direct._read_s = WAIT_S
         assert await fetch(server, direct) is not None
 
 
@@ -168,18 +172,22 @@ async def test_more_than_was_announced_reaches_nobody() -> None:
 
 async def test_a_cancelled_get_writes_nothing_afterwards() -> None:
     async with running() as (server, direct):
-        half = COUNT // 2
+        half, cancelled = COUNT // 2, asyncio.Event()
         server.answers = [
-            lambda first, last: [head(first, last) + DATA[first : first + half], 0.1, DATA[first + half : last + 1]]
+            lambda first, last: [
+                head(first, last) + DATA[first : first + half],
+                cancelled,
+                DATA[first + half : last + 1],
+            ]
         ]
         buffers, into = views(COUNT)
         task = asyncio.create_task(direct.get(server.url, START, into))
-        await asyncio.sleep(0.05)
+        await until(lambda: buffers[0][:half] == DATA[START : START + half], "the control: some come")
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert buffers[0][:half] == DATA[START : START + half], "the control: some had come"
         buffers[0][:] = bytes(COUNT)
+        cancelled.set()
         await asyncio.sleep(0.15)
         assert not any(buffers[0])
 
