@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.hierarchy import Hierarchy
@@ -19,10 +19,10 @@ _LOOKUP_BLOCKS_MAX = 4096  # that a tier is asked for in one call: fewer where i
 
 
 class Locator:
-    """Look-ups over all tiers. Runs on one event loop; pins nothing. `stuck`: the blocks that a tier, by its name, has
-    been reading for too long."""
+    """Look-ups over all tiers. Runs on one event loop; pins nothing. `stuck`: by a tier's name, what tells whether
+    it has been reading a block for too long; None: none."""
 
-    def __init__(self, hierarchy: Hierarchy, stuck: Callable[[str], Sequence[Collection[BlockKey]]]) -> None:
+    def __init__(self, hierarchy: Hierarchy, stuck: Callable[[str], Callable[[BlockKey], bool] | None]) -> None:
         self._hierarchy = hierarchy
         self._stuck = stuck
         self._host, self._lock, self._clock = hierarchy.host, hierarchy.lock, hierarchy.clock
@@ -91,7 +91,7 @@ class Locator:
         answers = await tier.lookup(chain, wanted, deadline)
         if stuck := self._stuck(tier.name):
             for at, (index, miss) in enumerate(zip(wanted, answers, strict=True)):
-                if miss is None and any(chain[index] in keys for keys in stuck):
+                if miss is None and stuck(chain[index]):
                     answers[at] = Miss.LATE
         return answers
 

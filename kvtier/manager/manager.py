@@ -150,10 +150,11 @@ class Manager:
         return self.hierarchy.prefix(chain)
 
     def holds(self, key: BlockKey) -> bool:
-        """Whether a block is READY in G2 or on its way there. Pins nothing."""
+        """Whether a block is READY in G2 or on its way there, and not stuck. Pins nothing."""
         now = self.hierarchy.now().serve
         with self.lock:
-            return self.host.peek(key, now) in (None, Miss.PENDING)
+            miss = self.host.peek(key, now)
+            return miss is None or (miss is Miss.PENDING and not self.promoter.is_stuck(key))
 
     def pin(self, chain: Sequence[BlockKey], start: int = 0) -> Lease:
         """Pin the blocks from `start` on that are READY in G2, up to the first that is not; each is looked up and
@@ -270,7 +271,7 @@ class Manager:
         if insist is None:
             insist = self.hierarchy.healthy()
         promised, reached = chain[start:stop] if asked.guarantees else (), start
-        out = ChainReservation(chain, time, work, keep, insist)
+        out = ChainReservation(chain, time, work, keep, insist, self.promoter.take_over)
         self.protection.claims.add(promised)
         try:
             if promised:

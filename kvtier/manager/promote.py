@@ -7,7 +7,7 @@ tier has let go of their memory, and what then arrives verified is kept. Two req
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -224,7 +224,7 @@ class Promoter:
                         found.update(dict.fromkeys(part, Miss.NO_ROOM))
                         continue
                     before = [mine[-LOADS_AT_ONCE][1]] if len(mine) >= LOADS_AT_ONCE else []
-                    if not await self._wait(before, deadline):
+                    if not await self.given_up.wait(before, deadline):
                         found.update(dict.fromkeys(part, Miss.LATE))
                         continue
                     joined, reserved = self._reserve(name, chain, part, found)
@@ -233,7 +233,8 @@ class Promoter:
                         load = self._start(name, chain, reserved, deadline)
                         mine.append((name, load, reserved))
                     stop = min([stop, *(index for index in part if found.get(index) is Miss.NO_ROOM)])
-            await self._wait([*(load for _, load, _ in mine), *(load for load, _, _ in shared)], deadline)
+            await self.given_up.wait([load for _, load, _ in mine], deadline)
+            await self.given_up.wait((load for load, _, _ in shared), deadline, shared=True)
             while mine:
                 name, load, reserved = mine[-1]
                 if load.done() and not load.cancelled():
@@ -264,18 +265,20 @@ class Promoter:
         reserved: list[tuple[int, Slot]] = []
         at, clogged = 0, self._hierarchy.is_clogged(self._hierarchy.lower[name])
         barred = Miss.BREAKER if self._closed else Miss.NO_ROOM if clogged else None
+        stuck = self.given_up.stuck(name)
         with self._lock:
             while at < len(depths):
                 index = depths[at]
-                under_way = self._under_way.get(chain[index])
-                if under_way is not None and barred is None and self.given_up.take_over(under_way, chain[index]):
-                    del self._under_way[chain[index]]
+                under_way, late = self._under_way.get(key := chain[index]), stuck is not None and stuck(key)
+                if not (barred or late) and self.take_over(key):
                     continue
-                if under_way is not None:
+                if under_way is not None and not self.given_up.is_stuck(under_way):
                     joined.setdefault(under_way, []).append(index)
                 elif barred is not None:
                     found[index] = barred
-                elif slots := self._reserve_leading(chain, depths[at:]):
+                elif late and self._host.find(key) is None:  # it would be another read that is stuck
+                    found[index] = Miss.LATE
+                elif slots := self._reserve_leading(chain, depths[at:] if stuck is None else depths[at : at + 1]):
                     reserved += zip(depths[at:], slots, strict=False)
                     at += len(slots) - 1
                 elif isinstance(slot := self._turned_up(chain[index], index), Slot) and slot.state is SlotState.FILLING:
@@ -284,6 +287,18 @@ class Promoter:
                     found[index] = Miss.LATE if slot is Miss.PENDING else slot
                 at += 1
         return joined, reserved
+
+    def is_stuck(self, key: BlockKey) -> bool:
+        """Whether the load that fills this block is stuck. Under the lock; on any thread."""
+        load = self._under_way.get(key)
+        return load is not None and self.given_up.is_stuck(load)
+
+    def take_over(self, key: BlockKey) -> bool:
+        """Have a block be absent that a load fills, if that is stuck; whether it is. The load keeps the slot. Under the
+        lock; on any thread."""
+        if stuck := self.is_stuck(key):
+            self.given_up.take_over(self._under_way.pop(key), key)
+        return stuck
 
     def _reserve_leading(self, chain: Sequence[BlockKey], depths: Sequence[int]) -> list[Slot]:
         """FILLING slots for the first of these blocks, as far as they lie one behind the other, and none is here. Under
@@ -321,22 +336,12 @@ class Promoter:
                     outcome = loaded if isinstance(loaded, Miss) else Miss.EVICTED
                 found[index] = Miss.LATE if outcome is Miss.PENDING else outcome
 
-    async def _wait(self, loads: Iterable[Load], deadline: Mono) -> bool:
-        """Until all have ended, or the deadline; whether all have. One after the other: a wait for a thousand that end
-        together would be called a thousand times in one turn."""
-        for load in list(loads):
-            if not load.done():
-                done, _ = await asyncio.wait({load}, timeout=max(0.0, deadline - self._clock.monotonic()))
-                if not done:
-                    return False
-        return True
-
     def _start(
         self, name: str, chain: Sequence[BlockKey], reserved: Sequence[tuple[int, Slot]], deadline: Mono
     ) -> Load:
         load = self._hierarchy.supervisor.spawn(self._read(self._hierarchy.lower[name], chain, reserved, deadline))
-        for index, _ in reserved:
-            self._under_way[chain[index]] = load
+        with self._lock:
+            self._under_way.set_all((chain[index] for index, _ in reserved), load)
         generations = [slot.generation for _, slot in reserved]
 
         def ended(load: Load) -> None:
@@ -434,8 +439,8 @@ class Promoter:
         self._closed = True
         given_up = self.given_up.running()
         tasks = {*self._under_way.values(), *given_up}
-        await self._wait(tasks - given_up, deadline)
-        await self._wait(given_up, min(deadline, self._clock.monotonic() + GRACE_S))
+        await self.given_up.wait(tasks - given_up, deadline)
+        await self.given_up.wait(given_up, min(deadline, self._clock.monotonic() + GRACE_S))
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

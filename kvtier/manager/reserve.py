@@ -25,8 +25,9 @@ class ChainReservation:
     """Grows by `take` from one depth to the next, under the manager's lock.
 
     `work` is the verb's: what was purged since it began is not taken in. `keep` claims blocks that must not be evicted
-    for these; with `insist` the policy may not refuse them. `slots` are FILLING and the caller's; at `present` depths
-    G2 has the block, at `widened` ones with longer terms than before.
+    for these; with `insist` the policy may not refuse them. `stuck` makes a block absent that another caller fills, if
+    that is stuck, and says whether it is. `slots` are FILLING and the caller's; at `present` depths G2 has the block,
+    at `widened` ones with longer terms than before.
     """
 
     chain: Sequence[BlockKey]
@@ -34,6 +35,7 @@ class ChainReservation:
     work: Work
     keep: Callable[[BlockKey], bool] | None
     insist: bool
+    stuck: Callable[[BlockKey], bool] = lambda _: False
     slots: list[Slot] = field(default_factory=list)
     present: list[int] = field(default_factory=list)
     widened: list[int] = field(default_factory=list)
@@ -101,7 +103,7 @@ class ChainReservation:
                 key = chain[index]
                 losses.record(key, Miss.QUOTA if host.quota.full(key) else Miss.NO_ROOM)
                 return index
-            if not numbers:  # another caller fills it
+            if not numbers and not self.stuck(chain[index]):  # another caller fills it
                 index += 1
         return stop
 
