@@ -50,8 +50,10 @@ class SlotIndex(MutableMapping[BlockKey, Slot]):
             if number is None:
                 break
             near = min(_NEAR, last - at)
-            if step := self._step(number, part[near], near):
-                numbers += range(number, number + step * (1 + self._ready(number + step, step, part[1:])), step)
+            step = self._step(number, part[near], near)
+            ready = self._ready(number + step, step, part[1:]) if step else 0
+            if step and ready >= near:  # else others lie between
+                numbers += range(number, number + step * (1 + ready), step)
             else:
                 found = [parts[key[-1]].get(key, -1) for key in part]
                 if -1 in found:

@@ -17,7 +17,7 @@ from kvtier.tiers.host.index import SlotIndex
 from kvtier.tiers.host.slot import Slot
 from kvtier.tiers.host.slot_table import SlotTable
 from kvtier.tiers.host.tier import HostTier
-from kvtier.times import Wall
+from kvtier.times import Mono, Wall
 
 KEYS = chain_of(sample_namespace(4096), 5000)
 
@@ -117,3 +117,25 @@ def test_blocks_in_neighbouring_slots_are_those_that_would_be_found_one_by_one(s
             for keys in (asked, tuple(asked), [*asked, *asked], chain[first:] + chains[0]):
                 assert tier.index.leading(keys, Wall(1), None) == looked_up(tier.index, keys)
     assert tier.index.leading([], Wall(1), None) == []
+
+
+def test_slots_whose_neighbours_are_others_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain in the slots of many short ones, each of which left from its end on: a block lies as far from another as
+    it would in a row, and none beside the next. To compare neighbours at each of them takes forty times as long."""
+    tier = HostTier(EmptyArena(2100), make_policy("lru", 2100))
+    tier.open()
+    short, table = [chain_of(sample_namespace(4096), 7, seed) for seed in range(300)], tier.index.table
+    chain = chain_of(sample_namespace(4096), 1400, 999)
+    for mono_s, (keys, blocks_at_once) in enumerate([*((keys, 7) for keys in short), (chain, 70)]):
+        for _ in tier.policy.reference_steps(keys, 0, Mono(mono_s)):
+            pass
+        for first in range(0, len(keys), blocks_at_once):
+            part = keys[first : first + blocks_at_once]
+            numbers, room = tier.reserve_leading(part, first, None, insist=True, priority=50, wall_s=Wall(1))
+            assert room
+            tier.commit_all([(Slot(number, table), table.generations[number]) for number in numbers])
+    numbers, compare, compared = looked_up(tier.index, chain), SlotIndex._ready, list[int]()
+    assert len(numbers) == 1400 and numbers[:8] == [6, 5, 4, 3, 2, 1, 0, 13]
+    monkeypatch.setattr(SlotIndex, "_ready", lambda *args: compared.append(1) or compare(*args))
+    assert tier.index.leading(chain, Wall(1), None) == numbers
+    assert len(compared) <= 1400 / 64 + 1
