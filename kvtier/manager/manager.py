@@ -153,8 +153,7 @@ class Manager:
         """Whether a block is READY in G2 or on its way there, and not stuck. Pins nothing."""
         now = self.hierarchy.now().serve
         with self.lock:
-            miss = self.host.peek(key, now)
-            return miss is None or (miss is Miss.PENDING and not self.promoter.is_stuck(key))
+            return self.host.peek(key, now) in (None, Miss.PENDING) and not self.promoter.is_stuck(key)
 
     def pin(self, chain: Sequence[BlockKey], start: int = 0) -> Lease:
         """Pin the blocks from `start` on that are READY in G2, up to the first that is not; each is looked up and

@@ -438,7 +438,8 @@ class Promoter:
         then cancel them."""
         self._closed = True
         given_up = self.given_up.running()
-        tasks = {*self._under_way.values(), *given_up}
+        with self._lock:  # a put may take blocks over
+            tasks = {*self._under_way.values(), *given_up}
         await self.given_up.wait(tasks - given_up, deadline)
         await self.given_up.wait(given_up, min(deadline, self._clock.monotonic() + GRACE_S))
         for task in tasks:

@@ -80,7 +80,7 @@ async def test_a_replica_without_deltas_finds_it_all_the_same(site: Site) -> Non
             del server.objects[name]
         before = server.requests["get"]
         assert await two.lookup(chain, range(len(chain)), site.deadline) == [None] * len(chain)
-        assert 8 <= server.requests["get"] - before <= 16
+        assert 8 <= server.requests["get"] - before <= 24, "16, and those of other tasks meanwhile"
         for tier in site.tiers:
             await tier.close(site.deadline)
         site.tiers.clear()
