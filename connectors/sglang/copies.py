@@ -10,13 +10,15 @@ from __future__ import annotations
 import logging
 import mmap
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from kvtier.cache import Cache
 from kvtier.config import cache_folder
-from kvtier.connectors.sglang.pool import KVPools
+from kvtier.connectors.sglang.part_engines import PartEngines
+from kvtier.connectors.sglang.pool import KVPools, PoolPart
+from kvtier.connectors.sglang.windows import BoundaryStore
 from kvtier.errors import KVTierError
 from kvtier.identity.keys import BlockKey
 from kvtier.kernels.copy import Ack, CopyEngine, Moves, Outcome
@@ -35,13 +37,25 @@ _LAST_S = 30.0
 
 
 @dataclass(slots=True)
-class PageOffload:
-    """Pages on their way to G2, and their outcome. Completions come in the order of submission, one per call, since all
-    ranks must have equally many."""
+class _Blocks:
+    """Blocks of one chain on their way to G2. `together`: they are published all or not at all."""
 
     chain: Sequence[BlockKey]
-    slots: dict[tuple[int, int], Slot] = field(default_factory=dict)  # by (number, generation), under way
+    together: bool = False
     done: list[Slot] = field(default_factory=list)
+    failed: bool = False
+
+
+_Slots = dict[tuple[int, int], tuple[_Blocks, Slot]]  # by (number, generation)
+
+
+@dataclass(slots=True)
+class PageOffload:
+    """Pages on their way to G2, and their outcome: blocks of a request's chain, and those of a boundary at its end.
+    Completions come in the order of submission, one per call, since all ranks must have equally many."""
+
+    blocks: list[_Blocks] = field(default_factory=list)
+    slots: _Slots = field(default_factory=dict)  # under way
     whole: bool = True  # nothing was refused or failed
     ticket: int = 0
     over: bool = False
@@ -67,24 +81,31 @@ class PageCopies:
         pages that are offloaded, and may use pages that were freed since, into which is loaded."""
         self.cache = cache
         self._manager = cache.manager
-        arena = self._manager.host.arena
-        # A mapping of its own: it must outlive the cache's while a copy is under way.
-        mapping = mmap.mmap(arena.fds()[0], 0)  # whole
-        opening = partial(
-            open_engine,
-            pool.pages(),
-            of_slots(memoryview(mapping)[: arena.slots * arena.slot_bytes], arena.slot_bytes, pool.shape),
-            pool.shape,
-            method=cache.config.offload.copy_by,
-            calibration=cache_folder(),
-            by_layer=True,
-        )
-        self._engine: CopyEngine | Pump = Pump(partial(opening, limits=LIMITS)) if pool.on_gpu else opening()
+        parts = pool.parts
+        self._part_bytes = [part.shape.block_bytes for part in parts]
+        engines = [self._open(part, pool.on_gpu) for part in parts]
+        self._engine: CopyEngine | Pump | PartEngines
+        self._engine = engines[0] if len(engines) == 1 else PartEngines(engines, pool.place)
         self._wait_s = wait_s
         self._gate = gate
         self.events: Counter[str] = Counter()
         self._offloads: deque[PageOffload] = deque()
         self._by_ticket: dict[int, PageOffload | PageLoad] = {}
+
+    def _open(self, part: PoolPart, on_gpu: bool) -> CopyEngine | Pump:
+        arena = self._manager.host.arena
+        # A mapping of its own: it must outlive the cache's while a copy is under way, and is page-locked once.
+        mapping = mmap.mmap(arena.fds()[0], 0)  # whole
+        opening = partial(
+            open_engine,
+            part.pages(),
+            of_slots(memoryview(mapping)[: arena.slots * arena.slot_bytes], arena.slot_bytes, part.shape),
+            part.shape,
+            method=self.cache.config.offload.copy_by,
+            calibration=cache_folder(),
+            by_layer=True,
+        )
+        return Pump(partial(opening, limits=LIMITS)) if on_gpu else opening()
 
     @property
     def ready(self) -> bool:
@@ -93,8 +114,16 @@ class PageCopies:
 
     # ── offload ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def offload(self, chain: Sequence[BlockKey], start: int, pages: Sequence[int], terms: Terms | ChainTerms) -> None:
-        """Copy pages, which are blocks start … of `chain`, to G2 where it lacks them; its completion has the outcome.
+    def offload(
+        self,
+        chain: Sequence[BlockKey],
+        start: int,
+        pages: Sequence[int],
+        terms: Terms | ChainTerms,
+        boundary: BoundaryStore | None = None,
+    ) -> None:
+        """Copy pages, which are blocks start … of `chain`, to G2 where it lacks them, and a boundary at their end; its
+        completion has the outcome.
 
         Blocks that are here already cost nothing. Where G2 has no space the tail is left out, and the offload fails.
         """
@@ -102,28 +131,47 @@ class PageCopies:
             self.events["stores_without_copies"] += len(pages)
             self.fail()
             return
-        offload = PageOffload(chain, whole=False, over=True)
+        offload = PageOffload(whole=False, over=True)
         self._offloads.append(offload)
-        manager = self._manager
-        stop = start + len(pages)
-        slots, reached = manager.reserve(chain, start, stop, terms)
-        self.events["stores_without_room"] += stop - reached
-        if slots:
-            moves = Moves.of((pages[slot.index - start], slot.number, slot.generation) for slot in slots)
+        moves, whole = self._reserve(offload, _Blocks(chain), start, pages, terms)
+        if whole and boundary is not None:
+            windows = _Blocks(boundary.keys, together=True)
+            more, whole = self._reserve(offload, windows, 0, boundary.blocks, boundary.terms)
+            moves += more
+        if moves:
             try:
-                offload.ticket = self._gate(lambda: self._engine.store(moves))
+                offload.ticket = self._gate(lambda: self._engine.store(Moves.of(moves)))
             except BaseException:
-                manager.abort(slots, [slot.generation for slot in slots])
-                self.events["copies_failed"] += len(slots)
+                self._abort([slot for _, slot in offload.slots.values()])
+                offload.slots.clear()
                 raise
-            offload.slots = {(slot.number, slot.generation): slot for slot in slots}
             self._by_ticket[offload.ticket] = offload
             offload.over = False
-        offload.whole = reached == stop
+        offload.whole = whole
+
+    def _reserve(
+        self, offload: PageOffload, blocks: _Blocks, start: int, places: Sequence[int], terms: Terms | ChainTerms
+    ) -> tuple[list[tuple[int, int, int]], bool]:
+        """Slots for what G2 lacks of a chain from `start` on, as moves from its `places` on the device; and whether
+        there was room for all."""
+        stop = start + len(places)
+        slots, reached = self._manager.reserve(blocks.chain, start, stop, terms)
+        self.events["stores_without_room"] += stop - reached
+        if blocks.together and reached < stop:
+            self._manager.abort(slots, [slot.generation for slot in slots])
+            return [], False
+        if slots:
+            offload.blocks.append(blocks)
+            offload.slots |= {(slot.number, slot.generation): (blocks, slot) for slot in slots}
+        return [(places[slot.index - start], slot.number, slot.generation) for slot in slots], reached == stop
+
+    def _abort(self, slots: Sequence[Slot]) -> None:
+        self._manager.abort(slots, [slot.generation for slot in slots])
+        self.events["copies_failed"] += len(slots)
 
     def fail(self) -> None:
         """Add a completion that failed, in its turn."""
-        self._offloads.append(PageOffload((), whole=False, over=True))
+        self._offloads.append(PageOffload(whole=False, over=True))
 
     def completed(self) -> int:
         """How many of the oldest offloads are over."""
@@ -145,14 +193,10 @@ class PageCopies:
 
     # ── load ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def load(self, wanted: Sequence[tuple[Lease, Sequence[int]]]) -> PageLoad:
+    def load(self, leases: Sequence[Lease], copies: Iterable[tuple[int, Slot]]) -> PageLoad:
         """Start copying leased blocks into pages. Owns the leases now."""
-        moves = Moves.of(
-            (page, slot.number, slot.generation)
-            for lease, pages in wanted
-            for page, slot in zip(pages, lease.slots, strict=True)
-        )
-        load = PageLoad([lease for lease, _ in wanted], 0, len(moves))
+        moves = Moves.of((page, slot.number, slot.generation) for page, slot in copies)
+        load = PageLoad(list(leases), 0, len(moves))
         try:
             load.ticket = self._gate(lambda: self._engine.load(moves))
         except BaseException:
@@ -207,17 +251,35 @@ class PageCopies:
     def _stored(self, offload: PageOffload, ack: Ack) -> None:
         acked = [offload.slots.pop((number, generation)) for _, number, generation in ack.moves.triples()]
         if ack.outcome is Outcome.DONE:
-            offload.done += acked
+            for blocks, slot in acked:
+                blocks.done.append(slot)
         else:
             offload.whole = False
-            self.events["copies_failed"] += len(acked)
-            self._manager.abort(acked, [slot.generation for slot in acked])
+            for blocks, _ in acked:
+                blocks.failed = True
+            self._abort([slot for _, slot in acked])
         if ack.last:
             offload.over = True
-            done = sorted(offload.done, key=lambda slot: slot.index)
-            if done:
-                self._manager.commit(offload.chain, done, [slot.generation for slot in done])
-                self.events["blocks_stored"] += len(done)
+            for blocks in offload.blocks:
+                self._publish(blocks)
+
+    def _publish(self, blocks: _Blocks) -> None:
+        done = sorted(blocks.done, key=lambda slot: slot.index)
+        if blocks.together and blocks.failed:
+            self._abort(done)
+        elif done:
+            if blocks.together:
+                self._blank(blocks, done)
+            self._manager.commit(blocks.chain, done, [slot.generation for slot in done])
+            self.events["blocks_stored"] += len(done)
+
+    def _blank(self, blocks: _Blocks, slots: Sequence[Slot]) -> None:
+        """Clear what lies behind the last layers of a block that has fewer than others: another block's bytes."""
+        pages = len(blocks.chain) // (len(self._part_bytes) - 1)
+        for slot in slots:
+            used = self._part_bytes[1 + slot.index // pages]
+            rest = slot.pieces[0][used : self._part_bytes[0]]
+            rest[:] = bytes(len(rest))
 
     def _release(self, load: PageLoad) -> None:
         for lease in load.leases:

@@ -3,8 +3,9 @@
 A linker is handed page hashes beyond the device's prefix, without the pages before them, the request, its salt, or word
 of new weights. Small hooks, made with SGLang's own HookRegistry, call a `LinkerListener`:
 
-    match               the request whose prompt is looked up, and the pages before those on the device's edge
-    checkpoint          the request whose pages the tree is about to offload
+    match               the request whose prompt is looked up, and the pages before those on the device's edge; its
+                        tree is told where the prompt leaves what is known, where windows are kept
+    checkpoint          the request whose pages the tree is about to offload, and up to where
     admission           may wait: a request whose blocks are on their way up is passed over until they are there
     release             the request is gone
     events              those of the tree, and the linker's after them
@@ -23,12 +24,24 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.connectors.fallback import falls_back_to
 from kvtier.connectors.settings import Settings
 from kvtier.connectors.sglang import adapters
 from kvtier.errors import ConfigError
+
+
+class Checkpoint(NamedTuple):
+    """A request's tokens enter the tree: up to `end`, of which it has the first `begin`. `lasting`: they are all of its
+    prompt, or end where it leaves another one."""
+
+    begin: int = 0
+    end: int = 0
+    lasting: bool = False
+
+
+NO_CHECKPOINT = Checkpoint()
 
 
 class WeightsListener(ABC):
@@ -69,12 +82,18 @@ class LinkerListener(WeightsListener):
         is true if its argument is on every rank; every rank must call it in the same place."""
 
     @abstractmethod
-    def offloads_for(self, req: Any | None) -> None:
+    def leaves_at(self, rid: str, pages: int) -> int:
+        """After how many pages the request's prompt leaves what is known, where that is a boundary worth having: beyond
+        the first `pages`, which it is given. 0: nowhere."""
+
+    @abstractmethod
+    def offloads_for(self, req: Any | None, checkpoint: Checkpoint = NO_CHECKPOINT) -> None:
         """Offloads from now on are of this request; None: of no request."""
 
     @abstractmethod
-    def before_offload(self, head: list[str]) -> None:
-        """`offload` comes next, of pages that follow these."""
+    def before_offload(self, head: list[str], path: Callable[[], Any] | None = None) -> None:
+        """`offload` comes next, of pages that follow these. `path()` are the slots in the full pool of all tokens up to
+        the end of what is offloaded."""
 
     @abstractmethod
     def awaited(self, rid: str) -> bool:
@@ -102,10 +121,10 @@ def _linker_of(wrapper: Any) -> LinkerListener | None:
     return linker if isinstance(linker, LinkerListener) else None
 
 
-def _match(wrapper: Any, key: Any, req: Any, result: Any) -> None:
+def _match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, result: Any) -> Any:
     linker = _linker_of(wrapper)
     if linker is None:
-        return
+        return original(wrapper, key, req, result)
     core, node = wrapper.cache.tree_core, result.last_device_node
 
     def head() -> list[str]:
@@ -114,11 +133,21 @@ def _match(wrapper: Any, key: Any, req: Any, result: Any) -> None:
         return [*core.get_prefix_hash_values(node), *core.get_hash_values(node)]
 
     linker.before_lookup(req, head, partial(_on_all_ranks, wrapper.cache))
+    found = original(wrapper, key, req, result)
+    page = wrapper.cache.page_size
+    leaves = page * linker.leaves_at(req.rid, (found.device_prefix_len + found.host_hit_length) // page)
+    # As the tree does itself for what is on the device: it inserts the prompt up to there first, with a whole window.
+    return found._replace(swa_branching_seqlen=leaves) if leaves > (found.swa_branching_seqlen or 0) else found
 
 
 def _offload_node(wrapper: Any, node_id: Any, transfers: Any) -> None:
     if (linker := _linker_of(wrapper)) is not None:
-        linker.before_offload(wrapper.cache.tree_core.get_prefix_hash_values(node_id))
+        core = wrapper.cache.tree_core
+        linker.before_offload(core.get_prefix_hash_values(node_id), partial(_path, core, node_id))
+
+
+def _path(core: Any, node_id: Any) -> Any:
+    return core.collect_full_device_indices(node_id, core.root_node_handle())
 
 
 def _release_request(wrapper: Any, rid: str) -> None:
@@ -130,11 +159,18 @@ def _checkpoint(original: Callable[..., Any], cache: Any, req: Any, **arguments:
     linker = _linker_of(cache.linker)
     if linker is None:
         return original(cache, req, **arguments)
-    linker.offloads_for(req)
+    linker.offloads_for(req, _checkpoint_of(req, arguments.get("up_to", 0)))
     try:
         return original(cache, req, **arguments)
     finally:
         linker.offloads_for(None)
+
+
+def _checkpoint_of(req: Any, up_to: int) -> Checkpoint:
+    begin, leaves = int(getattr(req.kv, "cache_protected_len", 0)), req.swa_branching_seqlen
+    if leaves is not None and begin < leaves <= up_to:
+        return Checkpoint(begin, int(leaves), lasting=True)  # the tree takes no more of it this time
+    return Checkpoint(begin, up_to, lasting=up_to >= len(req.origin_input_ids))
 
 
 def _add_one_req(original: Callable[..., Any], adder: Any, req: Any, *arguments: Any, **named: Any) -> Any:
@@ -196,7 +232,7 @@ _WRAPPER = "sglang.srt.mem_cache.unified_cache.unified_cache_linker.UnifiedCache
 _RESULTS = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _HOOKS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
-    (f"{_WRAPPER}.match", "before", _match),
+    (f"{_WRAPPER}.match", "around", _match),
     (f"{_WRAPPER}._offload_node", "before", _offload_node),
     (f"{_WRAPPER}.release_request", "before", _release_request),
     ("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree", "around", _checkpoint),

@@ -50,6 +50,22 @@ def process_number() -> int:
     return int(replica * get_parallel().tp_size + rank)
 
 
+def namespace_of_rank(server: Any, settings: Settings, pool: KVPools) -> Namespace:
+    """The identity of the blocks of this process's rank. Raises IdentityError for ranks that do not have whole pages of
+    a prompt from its first on."""
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    ranks = Ranks(parallel.attn_tp_rank, parallel.attn_tp_size, parallel.pp_size)
+    if ranks.pp > 1:
+        raise IdentityError("pipeline parallelism: SGLang's linker cannot make its stages agree on a prefix; use pp 1")
+    for name in ("attn_cp_size", "attn_dcp_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise IdentityError(f"{name} is {getattr(parallel, name)}: pages are spread over ranks; kvtier serves 1")
+    return namespace_of(server, ModelConfig.from_server_args(server), settings, pool, ranks)
+
+
 def namespace_of(server: Any, model_config: Any, settings: Settings, pool: KVPools, ranks: Ranks) -> Namespace:
     """The identity of one rank's blocks. Reads the checkpoint. Raises IdentityError."""
     replicated = pool.kind == "mla"
@@ -60,7 +76,7 @@ def namespace_of(server: Any, model_config: Any, settings: Settings, pool: KVPoo
         layers=f"{pool.layers[0]}:{pool.layers[1]}",
         kv_heads=pool.shape.heads,
         head_size=pool.shape.channels,
-        group=pool.kind,
+        group=pool.group,
         **ranks.fields(replicated),
         **engine_fields(server, model_config, settings, pool.dtype),
     )

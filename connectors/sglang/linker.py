@@ -32,28 +32,31 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 
 import kvtier
 from kvtier.clock import SystemClock
+from kvtier.config import Config
 from kvtier.connectors.announcer import Announcer, start_first, write_last
 from kvtier.connectors.block_events import TIERS, keeps_contents, tiers_announced
 from kvtier.connectors.control import Control
 from kvtier.connectors.fallback import falls_back_to
-from kvtier.connectors.identity import engine_keys
 from kvtier.connectors.prefill_clock import PrefillClock
 from kvtier.connectors.rotation import Rotation
 from kvtier.connectors.settings import Settings, flag, port, recompute
 from kvtier.connectors.sglang import adapters
 from kvtier.connectors.sglang.copies import PageCopies
 from kvtier.connectors.sglang.events import PageEvents, is_dynamo, publishes
-from kvtier.connectors.sglang.hooks import LinkerListener, install
-from kvtier.connectors.sglang.identity import Ranks, namespace_of, process_number
+from kvtier.connectors.sglang.hooks import NO_CHECKPOINT, Checkpoint, LinkerListener, install
+from kvtier.connectors.sglang.identity import namespace_of_rank, process_number
 from kvtier.connectors.sglang.loads import PageLoads, WantedPages
 from kvtier.connectors.sglang.metrics import EngineMetrics
+from kvtier.connectors.sglang.offloads import PageOffloads
 from kvtier.connectors.sglang.pool import pool_of
+from kvtier.connectors.sglang.refusals import refuse, window_of
 from kvtier.connectors.sglang.requests import QueuedRequest, QueuedRequests
-from kvtier.errors import IdentityError
+from kvtier.connectors.sglang.transfers import of_pool, page_numbers
+from kvtier.connectors.sglang.windowed_requests import WindowedRequests
+from kvtier.connectors.sglang.windows import Windows
 from kvtier.identity.keys import BlockKey
 from kvtier.identity.namespace import Namespace
 from kvtier.kernels.engine import cpus_near
-from kvtier.manager.lease import Lease
 from kvtier.metrics import serve
 from kvtier.retention.terms import Depth
 
@@ -83,28 +86,32 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         self._weighs_loads = self._settings.own.get("recompute", "auto") == "auto"  # against prefill
         self.forward_stream = forward_stream
         device_pool = params.token_to_kv_pool_allocator.get_kvcache()
-        _refuse(params)
-        self._pool = pool_of(device_pool, params.page_size, components)
+        refuse(params)
+        self._pool = pool_of(device_pool, params.page_size, components, window_of(server_args, params))
+        self._windows = Windows.of(self._pool, params.token_to_kv_pool_allocator)
         adapters.remember(getattr(server_args, "lora_paths", None))
-        namespace = _namespace(server_args, self._settings, self._pool)
+        namespace = namespace_of_rank(server_args, self._settings, self._pool)
         self.pools = {PoolName.KV: device_pool}
-        self.layer_done_counter = LayerWiseLoadCounter(len(self._pool.tensors))
+        if self._windows is not None:
+            self.pools[PoolName.SWA] = device_pool.swa_kv_pool  # without it the tree would take windows for not needed
+        self.layer_done_counter = LayerWiseLoadCounter(self._pool.depth)
         self._wait_s = self._settings.config.deadlines.get
         self._order = self._ordering_stream()
         ranks = (getattr(server_args, name, 1) or 1 for name in ("tp_size", "pp_size", "dp_size"))
         self._alone = all(int(count) == 1 for count in ranks)
-        self._requests = QueuedRequests(self._settings, self._pool.page, lambda: self._rotation.config)
+        given = self._settings, self._pool.page, self._current
+        self._requests = WindowedRequests(self._windows, *given) if self._windows else QueuedRequests(*given)
         self._prefill = PrefillClock(self._computed, self._pool.page)
         self._looked_up: tuple[Any, Callable[[], list[str]]] | None = None
         self._agree: Callable[[bool], bool] = bool
-        self._offloading: Any = None
-        self._head: list[str] = []
         self._loads = PageLoads(self.layer_done_counter, lambda: self._pages)
-        self._lost = 0  # offloads that are answered as failed, before all others
+        self._offloads = PageOffloads(
+            self._pool.page, self._windows, self._requests.control_of, self._remember, lambda: self._pages
+        )
         self._events: Counter[str] = Counter()
         tiers = self._settings.own.get("event_tiers", TIERS)
         self._kv_events: PageEvents | None = None
-        if publishes(server_args):
+        if publishes(server_args) and self._windows is None:  # whose pages are of use at boundaries alone
             self._kv_events = PageEvents(self._pool.page, tiers=tiers, dynamo=is_dynamo(server_args))
         self._announcers: dict[int, Announcer] = {}  # by cache
         self._rotation = Rotation(self._settings.config, namespace, self._open, self._close)
@@ -152,6 +159,10 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         cache.source, cache.on_reload = self._settings.source if self._alone else None, self._rotation.follow
         return cache
 
+    def _current(self) -> Config:
+        """The configuration in force."""
+        return self._rotation.config
+
     @property
     def _pages(self) -> PageCopies | None:
         return self._rotation.current
@@ -198,23 +209,28 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
             queued.waits = False  # unless the look-up says so, which does not come when the device has all of it by now
 
     def lookup(self, rid: str, transfers: Sequence[Any]) -> list[int]:
-        """All restorable lengths, in pages after those on the device: 1 … what G2 has now."""
+        """All restorable lengths, in pages after those on the device: 1 … what G2 has now; of windows the longest at
+        whose end it has a whole one."""
         self._requests.arrive(rid)
-        return list(range(1, self._resident(rid, transfers) + 1))
+        return self._restorable(rid, transfers)
 
-    @falls_back_to(0)
-    def _resident(self, rid: str, transfers: Sequence[Any]) -> int:
+    def leaves_at(self, rid: str, pages: int) -> int:
+        return self._requests.leaves_at(rid, pages)
+
+    @falls_back_to([])
+    def _restorable(self, rid: str, transfers: Sequence[Any]) -> list[int]:
         looked_up, self._looked_up = self._looked_up, None
         queued, pages = self._requests.arrive(rid), self._pages
         queued.waits = False
         if pages is None or looked_up is None or looked_up[0].rid != rid:
-            return 0
+            return []
         if not pages.ready:
             self._events["lookups_without_copies"] += 1
-            return 0
-        if self._requests.update_chain(queued, *looked_up, _kv(transfers).keys, pages.cache):
+            return []
+        tail = of_pool(transfers, PoolName.KV).keys
+        if self._requests.update_chain(queued, *looked_up, tail, pages.cache):
             self._remember(looked_up[0], queued.control, queued.chain, 0)
-        return self._requests.resident(queued, pages.cache)
+        return self._requests.restorable(queued, pages.cache)
 
     def awaited(self, rid: str) -> bool:
         queued = self._requests.of(rid)
@@ -261,24 +277,29 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
                 mine[1].release()
             return False
         assert mine is not None
-        queued, lease, numbers = mine
-        queued.lease = lease
-        self._loads.add(WantedPages(rid, lease, numbers))
+        queued, wanted = mine
+        queued.lease = wanted.lease
+        self._loads.add(wanted)
         return True
 
     @falls_back_to(None)
-    def _pinned(self, rid: str, transfers: Sequence[Any]) -> tuple[QueuedRequest, Lease, list[int]] | None:
-        transfer, queued, pages = _kv(transfers), self._requests.of(rid), self._pages
+    def _pinned(self, rid: str, transfers: Sequence[Any]) -> tuple[QueuedRequest, WantedPages] | None:
+        transfer, queued, pages = of_pool(transfers, PoolName.KV), self._requests.of(rid), self._pages
         if queued is None or not queued.reads or pages is None or not pages.ready:
             return None
-        count = len(transfer.keys)
-        numbers = _page_numbers(transfer.device_indices, self._pool.page)
-        lease = pages.cache.manager.pin(queued.chain[: queued.start + count], queued.start)
-        if len(lease) < count or len(numbers) != count:
-            lease.release()
+        count, numbers = len(transfer.keys), page_numbers(transfer.device_indices, self._pool.page)
+        manager, chain = pages.cache.manager, queued.chain[: queued.start + count]
+        boundary = None
+        if self._windows is not None:
+            window = page_numbers(of_pool(transfers, PoolName.SWA).device_indices, self._pool.page)
+            if (boundary := self._windows.pin(manager, chain, queued.start, window)) is None:
+                return None
+        wanted = WantedPages(rid, manager.pin(chain, queued.start), numbers, boundary)
+        if not len(wanted.lease) == count == len(numbers):
+            wanted.release()
             return None
-        lease.tiers = queued.promoted.tiers(queued.start, count)
-        return queued, lease, numbers
+        wanted.lease.tiers = queued.promoted.tiers(queued.start, count)
+        return queued, wanted
 
     def start_layer_wise_loading(self) -> int:
         """Start what is queued; -1 if nothing is. `finish_layer_wise_loading` reports errors."""
@@ -294,47 +315,23 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
 
     # ── offload ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def offloads_for(self, req: Any | None) -> None:
-        self._offloading = req
+    def offloads_for(self, req: Any | None, checkpoint: Checkpoint = NO_CHECKPOINT) -> None:
+        self._offloads.are_of(req, checkpoint)
 
-    def before_offload(self, head: list[str]) -> None:
-        self._head = head
+    def before_offload(self, head: list[str], path: Callable[[], Any] | None = None) -> None:
+        self._offloads.follow(head, path)
 
     def offload(self, transfers: Sequence[Any], session_id: str | None = None) -> bool:
         """Copy a node's pages to G2 where it lacks them. False, on every rank alike: the request does not want it, or
         there is none. Later errors are in the completion; the tree then asks again."""
-        head, self._head = self._head, []
-        transfer = _kv(transfers)
-        if self._offloading is None or not transfer.keys:
-            return False
-        control, scope = self._requests.control_of(self._offloading)
-        if scope is None or not control.store:
-            return False
-        pages = self._pages
-        if pages is None:
-            self._lost += 1
-            return True
-        before = pages.outstanding()
-        try:
-            chain = engine_keys(scope, [bytes.fromhex(page) for page in (*head, *transfer.keys)])
-            numbers = _page_numbers(transfer.device_indices, self._pool.page)
-            self._remember(self._offloading, control, chain, len(head))
-            pages.offload(chain, len(head), numbers, control.chain_terms(self._pool.page))
-        except Exception:
-            log.exception("an offload of %d pages failed", len(transfer.keys))
-        if pages.outstanding() == before:
-            pages.fail()
-        return True
+        return self._offloads.begin(of_pool(transfers, PoolName.KV))
 
     @falls_back_to(0)
     def num_completed_offloads(self) -> int:
-        return self._lost + (self._pages.completed() if self._pages is not None else 0)
+        return self._offloads.completed()
 
     def pop_completed_offload(self) -> bool:
-        if self._lost:
-            self._lost -= 1
-            return False
-        return self._pages is not None and self._pages.pop()
+        return self._offloads.pop()
 
     @falls_back_to(None)
     def _remember(self, req: Any, control: Control | None, chain: Sequence[BlockKey], start: int) -> None:
@@ -357,7 +354,7 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         if self._pages is not None:
             self._pages.quiesce()
         self._loads.clear()
-        self._lost = 0
+        self._offloads.clear()
 
     def _keeps_on_reset(self) -> bool:
         return self._rotation.config.keep_on_reset  # as it was reloaded
@@ -366,7 +363,7 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         self._requests.clear()
         old = self._pages
         if old is not None:
-            self._lost += old.outstanding()  # before another thread closes it, and they are forgotten
+            self._offloads.lose(old.outstanding())  # before another thread closes it, and they are forgotten
             self._events.update(dict(old.events))
         if old is not None and self._kv_events is not None:
             old.cache.manager.subscribe(None)
@@ -379,41 +376,3 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
     def close(self) -> None:
         self.reset()
         self._rotation.close(self._settings.config.deadlines.close + self._wait_s)
-
-
-def _namespace(server_args: Any, settings: Settings, pool: Any) -> Namespace:
-    from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.runtime_context import get_parallel
-
-    parallel = get_parallel()
-    ranks = Ranks(parallel.attn_tp_rank, parallel.attn_tp_size, parallel.pp_size)
-    if ranks.pp > 1:
-        raise IdentityError("pipeline parallelism: SGLang's linker cannot make its stages agree on a prefix; use pp 1")
-    for name in ("attn_cp_size", "attn_dcp_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise IdentityError(f"{name} is {getattr(parallel, name)}: pages are spread over ranks; kvtier serves 1")
-    return namespace_of(server_args, ModelConfig.from_server_args(server_args), settings, pool, ranks)
-
-
-def _refuse(params: Any) -> None:
-    if params.is_eagle or params.mtp_draft_device_pools or params.sidecar_draft_device_pools:
-        raise IdentityError(
-            "the KV of a draft model is not kept; start without speculative decoding, or without kvtier"
-        )
-    if getattr(getattr(params, "req_to_token_pool", None), "mamba_pool", None) is not None:
-        raise IdentityError(
-            "requests keep states beside their KV (Mamba, linear attention), which kvtier does not, and a prefix "
-            "without them would be wrong: start this engine without kvtier"
-        )
-
-
-def _kv(transfers: Sequence[Any]) -> Any:
-    return next(transfer for transfer in transfers if transfer.name == PoolName.KV)
-
-
-def _page_numbers(indices: Any, page: int) -> list[int]:
-    """Page numbers of token slots. Empty unless they are whole, aligned pages."""
-    rows = indices.detach().to("cpu").view(-1, page)
-    first = rows[:, 0]
-    aligned = bool((first % page == 0).all()) and bool((rows[:, -1] - first == page - 1).all())
-    return [int(number) for number in (first // page).tolist()] if aligned else []

@@ -12,23 +12,40 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvtier.connectors.sglang.copies import PageCopies, PageLoad
+from kvtier.connectors.sglang.windows import PinnedBoundary
 from kvtier.manager.lease import Lease
+from kvtier.tiers.host.slot import Slot
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WantedPages:
     """A request's leased blocks, and the pages they are for."""
 
     rid: str
     lease: Lease
     pages: Sequence[int]
+    boundary: PinnedBoundary | None = None  # at their end, where there are windows
+
+    @property
+    def leases(self) -> list[Lease]:
+        return [self.lease] if self.boundary is None else [self.lease, self.boundary.lease]
+
+    def copies(self) -> Iterator[tuple[int, Slot]]:
+        """Blocks on the device, and what comes into them."""
+        yield from zip(self.pages, self.lease.slots, strict=True)
+        if self.boundary is not None:
+            yield from self.boundary.copies
+
+    def release(self) -> None:
+        for lease in self.leases:
+            lease.release()
 
 
 class PageLoads:
@@ -44,7 +61,7 @@ class PageLoads:
         counter.on_layer_ready = self._order
         self._pages = pages
         self._queue: list[WantedPages] = []
-        self._under_way: dict[int, tuple[PageCopies, PageLoad]] = {}
+        self._under_way: dict[int, tuple[PageCopies, PageLoad, int]] = {}  # and how many requests
         self.events: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -70,7 +87,7 @@ class PageLoads:
             pages = self._pages()
             if pages is None:
                 raise RuntimeError("the cache is being replaced")
-            self._under_way[index] = pages, pages.load([(wanted.lease, wanted.pages) for wanted in queue])
+            self._under_way[index] = pages, _load(pages, queue), len(queue)
             for layer in range(self._counter.num_layers):
                 self._counter.complete(index, layer)
         except Exception as error:
@@ -82,18 +99,18 @@ class PageLoads:
 
     def _order(self, index: int, layer: int) -> None:
         if index in self._under_way:
-            pages, load = self._under_way[index]
+            pages, load, _ = self._under_way[index]
             pages.order(load, layer)
 
     def finish(self, index: int) -> bool:
         """Wait until nothing of that start writes any more; whether every page holds its block. Raises KVTierError
         where something goes on writing (see `PageCopies.landed`)."""
         started = bool(self._counter.finish(index))
-        pages, load = self._under_way.pop(index, (None, None))
+        pages, load, requests = self._under_way.pop(index, (None, None, 0))
         if pages is None or load is None:
             return started
         landed = pages.landed(load)
-        self.events["load_failures"] += 0 if landed else len(load.leases)
+        self.events["load_failures"] += 0 if landed else requests
         return landed and started
 
     def clear(self) -> None:
@@ -106,4 +123,9 @@ class PageLoads:
 
 def _release(queue: Sequence[WantedPages]) -> None:
     for wanted in queue:
-        wanted.lease.release()
+        wanted.release()
+
+
+def _load(pages: PageCopies, queue: Sequence[WantedPages]) -> PageLoad:
+    leases = [lease for wanted in queue for lease in wanted.leases]
+    return pages.load(leases, (copy for wanted in queue for copy in wanted.copies()))

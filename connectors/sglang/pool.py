@@ -2,21 +2,62 @@
 
 One block is one page of tokens of all layers of this rank. In G2 its bytes are in the order layer, K before V, token,
 head, channel, whatever strides the pool has.
+
+A pool of sliding windows (SWAKVPool) is two: one of the layers of full attention, whose pages are blocks as above, and
+one of the window's layers, with pages, indices and an allocator of its own. A page of the latter is cut by layers into
+as many blocks as it takes, none of them larger than one of the former: *parts*. So one arena holds both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.connectors.configuration import digest16
 from kvtier.errors import IdentityError
 from kvtier.kernels.layout import Paged, Shape, of_tensors
+
+PARTS_MAX = 16
+"""Blocks of a page of windows, each of which is copied by an engine of its own."""
+
+_PART_BITS = 40
+
+Numbers = TypeVar("Numbers", int, NDArray[np.int64])
+
+
+def block_of(part: int, page: int) -> int:
+    """The number of a page in the copies of all parts."""
+    return part << _PART_BITS | page
+
+
+def place_of(block: Numbers) -> tuple[Numbers, Numbers]:
+    """The part and the page of a block, or of each of an array."""
+    return block >> _PART_BITS, block & (1 << _PART_BITS) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPart:
+    """Layers of one pool: `tensors[layer]` is a (K, V) pair, or the latent alone, [tokens, heads, channels]."""
+
+    tensors: tuple[Any, ...]
+    shape: Shape
+
+    def pages(self) -> Paged:
+        """The layers as pages of tokens, for the copy engine. Keeps the tensors alive; touches no byte."""
+        return of_tensors([tuple(self._paged(t) for t in pair) for pair in self.tensors], "BNHC", self.shape)
+
+    def _paged(self, tensor: Any) -> Any:
+        pages = tensor.shape[0] // self.shape.tokens
+        return tensor[: pages * self.shape.tokens].unflatten(0, (pages, self.shape.tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class KVPools:
-    """One rank's pool: `tensors[layer]` is a (K, V) pair, or the latent alone, of shape [tokens, heads, channels]."""
+    """One rank's pool: the layers of full attention, and the parts of the window's layers, if there are any."""
 
     tensors: tuple[Any, ...]
     kind: str  # "full" or "mla"
@@ -24,6 +65,9 @@ class KVPools:
     page: int
     shape: Shape
     layers: tuple[int, int]  # half-open range of the model's layers
+    beside: tuple[PoolPart, ...] = ()
+    places: tuple[tuple[int, int], ...] = ()  # by layer of the model: its part (0: full) and its place there
+    window: int = 0  # tokens before a token that it attends to, in the layers beside
 
     @property
     def on_gpu(self) -> bool:
@@ -33,29 +77,43 @@ class KVPools:
     def block_bytes(self) -> int:
         return self.shape.block_bytes
 
-    def pages(self) -> Paged:
-        """The pool as pages of tokens, for the copy engine. Keeps the tensors alive; touches no byte."""
-        return of_tensors([tuple(self._paged(t) for t in pair) for pair in self.tensors], "BNHC", self.shape)
+    @property
+    def depth(self) -> int:
+        """How many layers of the model there are."""
+        return self.layers[1] - self.layers[0]
 
-    def _paged(self, tensor: Any) -> Any:
-        pages = tensor.shape[0] // self.page
-        return tensor[: pages * self.page].unflatten(0, (pages, self.page))
+    @property
+    def parts(self) -> tuple[PoolPart, ...]:
+        return (PoolPart(self.tensors, self.shape), *self.beside)
+
+    def place(self, layer: int) -> tuple[int, int]:
+        return self.places[layer] if self.places else (0, layer)
+
+    @property
+    def group(self) -> str:
+        """For the namespace: what is kept, and of windows how it is cut into blocks."""
+        if not self.beside:
+            return self.kind
+        shapes = [[part.shape.layers, part.shape.heads, part.shape.channels] for part in self.beside]
+        return f"{self.kind}+{len(self.beside)}*window:{digest16([self.window, shapes, list(self.places)])}"
 
 
-def pool_of(device_pool: Any, page: int, components: Iterable[Any]) -> KVPools:
-    """A device pool that can be cached. Raises IdentityError for pools of which a part would be lost: sliding windows,
-    state-space models, index caches, per-token scales, packed or reordered layouts."""
+def pool_of(device_pool: Any, page: int, components: Iterable[Any], window: int = 0) -> KVPools:
+    """A device pool that can be cached; `window`: tokens before a token that it attends to, in layers that have a pool
+    of windows. Raises IdentityError for pools of which a part would be lost: state-space
+    models, index caches, per-token scales, packed or reordered layouts, and for windows whose tree is not of both."""
     kinds = sorted(component.name for component in components)
+    name = type(device_pool).__name__
+    if name == "SWAKVPool" and kinds == ["FULL", "SWA"]:
+        return _windows_of(device_pool, page, window)
     if kinds != ["FULL"]:
         raise IdentityError(
-            f"this model keeps state of the kinds {', '.join(kinds)}; kvtier keeps FULL attention and MLA only, and a "
-            "prefix without the rest would be wrong: start this engine without kvtier"
+            f"this model keeps state of the kinds {', '.join(kinds)} in a {name}; kvtier keeps FULL attention and MLA, "
+            "and beside FULL sliding windows (SWA) in an SWAKVPool, and a prefix without the rest would be wrong: "
+            "start this engine without kvtier"
         )
-    name = type(device_pool).__name__
     if name == "MHATokenToKVPool":
-        _refuse_mha(device_pool)
-        pairs: tuple[tuple[Any, ...], ...] = tuple(zip(device_pool.k_buffer, device_pool.v_buffer, strict=True))
-        kind = "full"
+        pairs, kind = _pairs_of(device_pool), "full"
     elif name == "MLATokenToKVPool" and not device_pool.use_dsa and device_pool.kv_scale_buffer is None:
         pairs = tuple((tensor,) for tensor in device_pool.kv_buffer)
         kind = "mla"
@@ -63,11 +121,51 @@ def pool_of(device_pool: Any, page: int, components: Iterable[Any]) -> KVPools:
         raise IdentityError(
             f"the device pool is a {name}; kvtier keeps MHATokenToKVPool and plain MLATokenToKVPool whole, no other"
         )
-    _, heads, channels = pairs[0][0].shape
-    shape = Shape(len(pairs), len(pairs[0]), page, heads, channels, pairs[0][0].element_size())
-    dtype = str(device_pool.dtype).removeprefix("torch.")
     first = int(device_pool.start_layer)
-    return KVPools(pairs, kind, dtype, page, shape, (first, first + len(pairs)))
+    return KVPools(pairs, kind, _dtype(device_pool), page, _shape(pairs, page), (first, first + len(pairs)))
+
+
+def _windows_of(device_pool: Any, page: int, window: int) -> KVPools:
+    full, beside = device_pool.full_kv_pool, device_pool.swa_kv_pool
+    for inner in (full, beside):
+        if type(inner).__name__ != "MHATokenToKVPool":
+            raise IdentityError(
+                f"the pool of windows is made of a {type(inner).__name__}; kvtier keeps MHATokenToKVPool whole, and no "
+                "other: start this engine with --disable-hybrid-swa-memory, or without kvtier"
+            )
+    pairs, windows = _pairs_of(full), _pairs_of(beside)
+    if not pairs or not windows or _dtype(full) != _dtype(beside):
+        raise IdentityError("the pool of windows has no layer of full attention, or none of windows, or two dtypes")
+    shape, one = _shape(pairs, page), _shape(windows[:1], page)
+    layers = shape.block_bytes // one.block_bytes
+    if not layers or -(-len(windows) // layers) > PARTS_MAX:
+        raise IdentityError(
+            f"{len(windows)} layers of windows do not fit into {PARTS_MAX} blocks of {len(pairs)} layers of full "
+            "attention each, which kvtier cuts them into: start this engine without kvtier"
+        )
+    cuts = [windows[start : start + layers] for start in range(0, len(windows), layers)]
+    places = dict[int, tuple[int, int]]()
+    for layer, (number, in_window) in device_pool.layers_mapping.items():
+        places[layer] = (1 + number // layers, number % layers) if in_window else (0, number)
+    if sorted(places) != list(range(len(places))) or len(places) != len(pairs) + len(windows):
+        raise IdentityError("the pool of windows does not hold the model's layers from the first on")
+    parts = tuple(PoolPart(cut, _shape(cut, page)) for cut in cuts)
+    listed = tuple(places[layer] for layer in sorted(places))
+    return KVPools(pairs, "full", _dtype(full), page, shape, (0, len(listed)), parts, listed, window)
+
+
+def _pairs_of(device_pool: Any) -> tuple[tuple[Any, ...], ...]:
+    _refuse_mha(device_pool)
+    return tuple(zip(device_pool.k_buffer, device_pool.v_buffer, strict=True))
+
+
+def _shape(pairs: Sequence[tuple[Any, ...]], page: int) -> Shape:
+    _, heads, channels = pairs[0][0].shape
+    return Shape(len(pairs), len(pairs[0]), page, heads, channels, pairs[0][0].element_size())
+
+
+def _dtype(device_pool: Any) -> str:
+    return str(device_pool.dtype).removeprefix("torch.")
 
 
 def _refuse_mha(device_pool: Any) -> None:

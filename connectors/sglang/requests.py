@@ -39,6 +39,9 @@ class QueuedRequest:
     until_s: Mono  # it is passed over, for its blocks, at most until then
     chain: list[BlockKey] = field(default_factory=list)
     start: int = 0  # pages that are on the device
+    known: int = 0  # leading pages that are known, though not all may be of use; of models with windows
+    boundary: int = 0  # of a model with windows: the longest one that G2 had,
+    looked: tuple[int, int, bool] | None = None  # and between which pages it was looked for, promoted or not yet
     control: Control | None = None  # known with the chain, as the scope is
     scope: Scope | None = None
     promoted: Promoted = field(default_factory=Promoted)
@@ -125,21 +128,37 @@ class QueuedRequests:
         decides whether they are worth waiting for."""
         if not queued.reads:
             return 0
-        tail = queued.chain[queued.start :]
         # Read before G2 is: blocks of a promotion that is done can be found then. None is taken before that, though it
         # may be there already: only then is the tier known in which it was.
         up = queued.promoted.done
-        found = cache.manager.prefix(tail)
-        if queued.decided or not cache.manager.lower or (up and found == len(tail)):
+        found = cache.manager.prefix(queued.chain[queued.start :])
+        if queued.decided or not cache.manager.lower or (up and self._is_whole(queued, found, cache)):
             queued.waits = False
             return found
         if queued.promoted.future is None:
-            work = cache.manager.promote(queued.chain, queued.until_s, queued.start)
-            queued.promoted, up = Promoted(cache.submit(work), queued.start), False
+            queued.promoted, up = self._promote(queued, cache), False
         queued.waits = not up and SystemClock().monotonic() < queued.until_s
         if not up and not queued.waits:
             self.events["lookups_late"] += 1
         return found
+
+    def restorable(self, queued: QueuedRequest, cache: Cache) -> list[int]:
+        """Lengths, in pages after those on the device, at which the prompt can go on with what G2 has; see
+        `resident`."""
+        return list(range(1, self.resident(queued, cache) + 1))
+
+    def leaves_at(self, rid: str, pages: int) -> int:
+        """See `LinkerListener.leaves_at`."""
+        return 0
+
+    def _is_whole(self, queued: QueuedRequest, found: int, cache: Cache) -> bool:
+        """Whether G2 has all that the request can be given below the device, of which it has the first `found`."""
+        return queued.start + found == len(queued.chain)
+
+    def _promote(self, queued: QueuedRequest, cache: Cache) -> Promoted:
+        """Begin to bring up what the request lacks."""
+        work = cache.manager.promote(queued.chain, queued.until_s, queued.start)
+        return Promoted(cache.submit(work), queued.start)
 
     def admit(self, req: Any, head: Callable[[], list[str]] | None, cache: Cache) -> None:
         """The request is in the next batch: count its blocks, put the answer to its sender into its output, and forget

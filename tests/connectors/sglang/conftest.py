@@ -199,6 +199,50 @@ def make_model(folder: Path, seed: int) -> Path:
     return folder
 
 
+WINDOW = 64
+LAYERS = "SSFSF"  # of windows and full
+
+
+def _layer_types() -> list[str]:
+    return [{"S": "sliding_attention", "F": "full_attention"}[kind] for kind in LAYERS]
+
+
+@pytest.fixture(scope="session")
+def windowed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Mellum, whose windows SGLang keeps in a pool of their own: three layers in two parts."""
+    import torch
+    from transformers import MellumConfig, MellumForCausalLM
+
+    torch.manual_seed(0)
+    config = MellumConfig(
+        vocab_size=1024, hidden_size=128, intermediate_size=256, num_hidden_layers=len(LAYERS), num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2,
+        tie_word_embeddings=False, initializer_range=0.08, sliding_window=WINDOW, layer_types=_layer_types(),
+        mlp_layer_types=["dense"] * len(LAYERS), num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("mellum")
+    MellumForCausalLM(config).float().eval().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Gemma 3, whose windows SGLang keeps whole, in the one pool."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    config = Gemma3TextConfig(
+        vocab_size=1024, hidden_size=128, intermediate_size=256, num_hidden_layers=len(LAYERS), num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2,
+        pad_token_id=0, tie_word_embeddings=False, initializer_range=0.08, query_pre_attn_scalar=32,
+        sliding_window=WINDOW, layer_types=_layer_types(),
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("gemma3")
+    Gemma3ForCausalLM(config).float().eval().save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def serve(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Served]]:
     """Starts an engine; the one before it is ended first, unless it is to stay `beside`. All have one witness."""

@@ -81,13 +81,13 @@ def test_runs_whose_pages_are_spread_over_ranks_are_refused(
 ) -> None:
     from sglang.srt import runtime_context
 
-    from kvtier.connectors.sglang import linker
+    from kvtier.connectors.sglang import identity
     from kvtier.errors import IdentityError
 
     one = {"attn_tp_rank": 0, "attn_tp_size": 1, "pp_size": 1, "attn_cp_size": 1, "attn_dcp_size": 1}
     monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(**{**one, **place}))
     with pytest.raises(IdentityError, match=said):
-        linker._namespace(None, None, None)
+        identity.namespace_of_rank(None, None, None)
 
 
 def test_sglang_hashes_pages_as_the_namespace_says() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import xxhash
 
+from kvtier.connectors.sglang.pool import place_of
 from kvtier.identity.keys import NAME_BYTES
 
 _RECORD_BYTES = NAME_BYTES + 16
@@ -59,10 +60,11 @@ class Witness:
             name, digest = news[start : start + NAME_BYTES], news[start + NAME_BYTES : start + _RECORD_BYTES]
             self._computed.setdefault(name, set()).add(digest)
 
-    def _digest(self, page: int) -> bytes:
+    def _digest(self, block: int) -> bytes:
+        part, page = place_of(block)
         rows = slice(page * self._pool.page, (page + 1) * self._pool.page)
         digest = xxhash.xxh3_128()
-        for layer in self._pool.tensors:
+        for layer in self._pool.parts[part].tensors:
             for tensor in layer:
                 digest.update(tensor[rows].contiguous().numpy())
         return digest.digest()

@@ -9,6 +9,7 @@ ENGINE = "test_engine.py"
 LONG = "test_engine_long.py"
 IDENTITY = "test_identity.py"
 POOL = "test_pool.py"
+WINDOWS = "test_engine_windows"
 
 
 class Row(NamedTuple):
@@ -38,8 +39,22 @@ ROWS = (
     Row("latent attention (MLA); its ranks share", WORKS, f"{IDENTITY}::test_mla_ranks_share"),
     Row("HiCache with kvtier as its storage", WORKS,
         "test_hicache_long.py::test_hicache_finds_its_pages_after_a_flush_and_a_restart"),
-    Row("sliding windows, Mamba, hybrid models", _STATE, f"{POOL}::test_hybrid_state_is_refused"),
-    Row("SGLang's pools of windows and of linear attention, however its tree is made", _STATE,
+    Row("sliding windows in one pool with all other layers (Gemma 2, Gemma 3)", WORKS,
+        f"{WINDOWS}_long.py::test_windows_that_sglang_keeps_whole_in_one_pool_come_back"),
+    Row("sliding windows in a pool of their own, beside full attention (Mellum, gpt-oss)", WORKS,
+        f"{WINDOWS}.py::test_a_prompt_comes_back_as_the_engines_own_hit"),
+    Row("such windows with both tree cores; pages of 1, 16, 64", WORKS,
+        f"{WINDOWS}_long.py::test_windows_over_other_tree_cores_and_pages"),
+    Row("such windows with tensor parallelism, a draft that reads them, rings of each request's, unified pools",
+        "refused: not proved", f"{POOL}::test_trees_of_windows_that_were_not_proved_are_refused"),
+    Row("such windows with the attention backend `torch_native`",
+        "refused: it reads them at wrong indices, so what it computes is wrong",
+        f"{POOL}::test_attention_that_reads_windows_elsewhere_is_refused"),
+    Row("windows of latent attention, scaled or of another dtype, or much larger than the full layers", _PART,
+        f"{POOL}::test_pools_of_windows_that_would_lose_a_part_are_refused"),
+    Row("windows alone, Mamba, linear attention, other hybrid models", _STATE,
+        f"{POOL}::test_hybrid_state_is_refused"),
+    Row("SGLang's pools of windows and of linear attention where its tree is of other kinds", _STATE,
         f"{POOL}::test_sglangs_pools_of_windows_and_states_are_refused_by_themselves"),
     Row("requests with states beside plain KV", _STATE,
         f"{POOL}::test_requests_that_keep_states_are_refused_whatever_the_device_pool_is"),

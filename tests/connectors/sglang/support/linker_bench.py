@@ -14,7 +14,7 @@ import torch
 
 from kvtier.identity.keys import SHARED, make_keys
 
-PAGE, PAGES, LAYERS = 16, 40, 3
+PAGE, PAGES, LAYERS, WINDOW = 16, 40, 3, 64
 
 
 class Kind(IntEnum):
@@ -28,6 +28,18 @@ def mha(page: int = PAGE, **changed: Any) -> Any:
 
     given = {"head_num": 2, "head_dim": 32, "dtype": torch.float32, "layer_num": LAYERS, **changed}
     return MHATokenToKVPool(size=PAGE * PAGES, page_size=page, device="cpu", enable_memory_saver=False, **given)
+
+
+def windows(layers: str = "SFSF", **changed: Any) -> Any:
+    """SGLang's pool of windows: `layers` of full attention (F) and of windows (S)."""
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    given = {"page_size": PAGE, "dtype": torch.float32, "head_num": 2, "head_dim": 32, "device": "cpu", **changed}
+    kinds = {kind: [number for number, letter in enumerate(layers) if letter == kind] for kind in "SF"}
+    return SWAKVPool(
+        size=PAGE * PAGES, size_swa=PAGE * (PAGES // 2), swa_attention_layer_ids=kinds["S"],
+        full_attention_layer_ids=kinds["F"], **given,
+    )  # fmt: skip
 
 
 def mla(**changed: Any) -> Any:
@@ -58,26 +70,31 @@ class Bench:
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, folder: Path, page: int = PAGE, g2: str = "4MiB", more: Any = None,
-        device: Any = None, **config: Any,
+        device: Any = None, kinds: tuple[Kind, ...] = (Kind.FULL,), **config: Any,
     ) -> None:  # fmt: skip
         from kvtier.connectors.sglang import linker as module
         from kvtier.testing import sample_namespace
 
         self.device, self.page = device or mha(page), page
         self.refusals = 0  # votes of another rank, to come
-        kept = self.pool = pool(self.device, page)
-        for tensor in (tensor for layer in kept.tensors for tensor in layer):
+        kept = self.pool = pool(self.device, page, *kinds)
+        for tensor in (tensor for part in kept.parts for layer in part.tensors for tensor in layer):
             tensor.copy_(torch.randn(tensor.shape))
         namespace = sample_namespace(kept.block_bytes, block_tokens=page, dtype="float32")
-        monkeypatch.setattr(module, "_namespace", lambda *_: namespace)
-        allocator = SimpleNamespace(get_kvcache=lambda: self.device)
+        monkeypatch.setattr(module, "namespace_of_rank", lambda *_: namespace)
+        self.window_of: dict[int, int] = {}  # pages of windows by pages of the full pool
+        self.window_shift = 0  # of their slots
+        allocator = SimpleNamespace(
+            get_kvcache=lambda: self.device, translate_swa_indices_for_transfer=self.window_slots
+        )
         params = SimpleNamespace(
             token_to_kv_pool_allocator=allocator, page_size=page, is_eagle=False, mtp_draft_device_pools=(),
             sidecar_draft_device_pools=(),
         )  # fmt: skip
+        monkeypatch.setattr(module, "window_of", lambda *_: WINDOW - 1 if Kind.SWA in kinds else 0)
         tiers = {"g2": {"capacity": g2}, "g3": {"path": str(folder), "capacity": "64MiB"}}
         extra = {"kvtier_config": {"version": 1, "tiers": tiers, **config}, **(more or {})}
-        self.linker = module.KVTierLinker(server(), params, components={Kind.FULL}, extra_config=extra)
+        self.linker = module.KVTierLinker(server(), params, components=set(kinds), extra_config=extra)
 
     def vote(self, answer: bool) -> bool:
         refused, self.refusals = self.refusals > 0, max(0, self.refusals - 1)
@@ -100,9 +117,25 @@ class Bench:
         indices = None if pages is None else self.slots(pages)
         return [PoolTransfer(name=PoolName.KV, keys=keys, device_indices=indices)]
 
-    def offload(self, keys: list[str], pages: list[int], head: list[str] | None = None, **req: Any) -> bool:
-        self.linker.offloads_for(self.req("o", **req))
-        self.linker.before_offload(head or [])
+    def window_slots(self, slots: Any) -> Any:
+        """As the allocator of both pools has it; 0 for what was freed."""
+        pages = [self.window_of.get(int(page), 0) for page in (slots[:: self.page] // self.page).tolist()]
+        return self.window_shift + torch.cat(
+            [torch.arange(self.page) + page * self.page if page else torch.zeros(self.page) for page in pages]
+        )
+
+    def windows(self, keys: list[str], pages: list[int]) -> Any:
+        from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+
+        policy = PoolHitPolicy.TRAILING_PAGES
+        return PoolTransfer(name=PoolName.SWA, keys=keys, device_indices=self.slots(pages), hit_policy=policy)
+
+    def offload(
+        self, keys: list[str], pages: list[int], head: list[str] | None = None, checkpoint: Any = None,
+        path: list[int] | None = None, **req: Any,
+    ) -> bool:  # fmt: skip
+        self.linker.offloads_for(self.req("o", **req), *([checkpoint] if checkpoint is not None else []))
+        self.linker.before_offload(head or [], None if path is None else lambda: self.slots(path))
         queued: bool = self.linker.offload(self.transfer(keys, pages))
         self.linker.offloads_for(None)
         return queued
@@ -111,8 +144,12 @@ class Bench:
         return [self.linker.pop_completed_offload() for _ in range(self.linker.num_completed_offloads())]
 
     def lookup(self, rid: str, keys: list[str], head: list[str] | None = None, **req: Any) -> int:
+        return len(self.lengths(rid, keys, head, **req))
+
+    def lengths(self, rid: str, keys: list[str], head: list[str] | None = None, **req: Any) -> list[int]:
         self.linker.before_lookup(self.req(rid, **req), lambda: head or [], self.vote)
-        return len(self.linker.lookup(rid, self.transfer(keys)))
+        found: list[int] = self.linker.lookup(rid, self.transfer(keys))
+        return found
 
     def flush(self) -> None:
         self.linker.reset()
@@ -126,9 +163,11 @@ class Bench:
         self.linker._pages.cache.flush()
         return int(self.linker.stats()["g2"]["pinned"])
 
-    def bytes_of(self, page: int) -> bytes:
+    def bytes_of(self, page: int, window: bool = False) -> bytes:
+        """Of all layers of full attention, or of those of windows."""
         rows = slice(page * self.page, (page + 1) * self.page)
-        return b"".join(tensor[rows].numpy().tobytes() for layer in self.pool.tensors for tensor in layer)
+        layers = [layer for part in self.pool.beside for layer in part.tensors] if window else self.pool.tensors
+        return b"".join(tensor[rows].numpy().tobytes() for layer in layers for tensor in layer)
 
     def until_promoted(self, rid: str, keys: list[str]) -> int:
         """Blocks in G2 once nothing is on its way up any more."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from bit_compare import Witness  # beside this file
 from sglang.srt.mem_cache.utils import storage_namespace_seed
+from window_attention import mend
 
 import kvtier
 from kvtier.clock import SystemClock
@@ -22,6 +23,7 @@ from kvtier.connectors.sglang import KVTierLinker, adapters
 from kvtier.connectors.sglang.copies import PageCopies
 from kvtier.connectors.sglang.identity import process_number
 from kvtier.connectors.sglang.page_names import page_hashes
+from kvtier.identity.keys import SHARED, BlockKey
 from kvtier.identity.namespace import Namespace
 from kvtier.manager.build import lower_tiers
 from kvtier.testing import Fault, FaultyTier
@@ -34,6 +36,7 @@ class TrialLinker(KVTierLinker):
     them do not keep what their blocks hold."""
 
     def __init__(self, *arguments: Any, extra_config: dict[str, Any], **named: Any) -> None:
+        mend()
         port, witness = int(extra_config.pop("control")), extra_config.pop("witness")
         self._can_fail = extra_config.pop("can_fail", True)
         self._witness_file = witness
@@ -41,7 +44,8 @@ class TrialLinker(KVTierLinker):
         self._loading: dict[str, list[bytes]] = {}  # names of the blocks that a request waits for
         self._flying: dict[int, list[tuple[list[bytes], Sequence[int]]]] = {}
         self._faulty: dict[str, FaultyTier] = {}
-        self._scramble = self._refuse = self._lose = False
+        self._scramble: bool | str = False
+        self._refuse = self._lose = False
         super().__init__(*arguments, extra_config=extra_config, **named)
         self._listen(port + process_number())
 
@@ -58,9 +62,13 @@ class TrialLinker(KVTierLinker):
         witness = self._witness = self._witness or Witness(self._pool, Path(f"{self._witness_file}.{process_number()}"))
         offload = pages.offload
 
-        def watched(chain: Sequence[bytes], start: int, numbers: Sequence[int], terms: Any) -> None:
+        def watched(
+            chain: Sequence[bytes], start: int, numbers: Sequence[int], terms: Any, boundary: Any = None
+        ) -> None:
             witness.computed([namespace.digest + key for key in chain[start : start + len(numbers)]], numbers)
-            offload(chain, start, numbers, terms)
+            if boundary is not None:
+                witness.computed([namespace.digest + key for key in boundary.keys], boundary.blocks)
+            offload(chain, start, numbers, terms, boundary)
 
         pages.offload = watched
         return pages
@@ -92,11 +100,12 @@ class TrialLinker(KVTierLinker):
         return self._pages.cache
 
     def do_steer(
-        self, faults: dict[str, list[list[Any]]] | None = None, scramble: bool = False, refuse: bool = False,
+        self, faults: dict[str, list[list[Any]]] | None = None, scramble: bool | str = False, refuse: bool = False,
         lose: bool = False,
     ) -> None:  # fmt: skip
         """From now on: `faults[tier]` are [verb, kind, rate, times, seconds]; `scramble` damages bytes between their
-        check and the device, `refuse` refuses loads, `lose` lets loads fail after their start."""
+        check and the device ("chain" or "window": only those), `refuse` refuses loads, `lose` lets loads fail after
+        their start."""
         for name, tier in self._faulty.items():
             tier.faults = [Fault(*fault) for fault in (faults or {}).get(name, [])]
         self._scramble, self._refuse, self._lose = scramble, refuse, lose
@@ -120,6 +129,45 @@ class TrialLinker(KVTierLinker):
             "g2": [self._cache.manager.prefix([key]) == 1 for key in keys],
             "g3": [self._cache.submit(g3.lookup([key], [0], wanted_by)).result(5) == [None] for key in keys],
         }
+
+    def _chain(self, tokens: list[int]) -> list[BlockKey]:
+        """The blocks of a prompt without salt."""
+        return engine_keys(SHARED, page_hashes(b"", tokens, self._pool.page))
+
+    def do_boundaries(self, tokens: list[int]) -> list[int]:
+        """Depths of a prompt whose windows' blocks are all in G2."""
+        chain, manager = self._chain(tokens), self._cache.manager
+        return [depth for depth in range(1, len(chain) + 1) if self._windows.holds(manager, chain, depth)]
+
+    def _some(self, tokens: list[int], depth: int, group: str) -> list[BlockKey]:
+        """Of the windows' blocks at a depth of a prompt all ("windows") or the last, or the chain's block there
+        ("full")."""
+        chain = self._chain(tokens)
+        windows = self._windows.keys(chain, depth)
+        return {"full": [chain[depth - 1]], "windows": windows, "last": windows[-1:]}[group]
+
+    def do_drop(self, tokens: list[int], depth: int, group: str) -> int:
+        """Evict blocks of one group from every tier. Returns how many copies there were."""
+        keys, manager = self._some(tokens, depth, group), self._cache.manager
+        dropped = sum(manager.host.drop_where(lambda number: manager.host.index.table.keys[number] in set(keys)))
+        for tier in manager.lower.values():
+            dropped += self._cache.submit(tier.evict(keys)).result(20)
+        return dropped
+
+    def do_damage(self, folder: str, tokens: list[int], depth: int, group: str) -> int:
+        """Flip a byte on disk of one block, which is in G2. Returns in how many places its bytes were found."""
+        key, found = self._some(tokens, depth, group)[-1], 0
+        sample = bytes(self._cache.manager.host.index.get(key).pieces[0][:64])
+        for path in (path for path in Path(folder).rglob("*") if path.is_file() and path.suffix != ".mdb"):
+            content = path.read_bytes()
+            place = content.find(sample)
+            while place >= 0:
+                found += 1
+                with path.open("r+b") as file:
+                    file.seek(place + 17)
+                    file.write(bytes([content[place + 17] ^ 0xFF]))
+                place = content.find(sample, place + 64)
+        return found
 
     def do_flush(self, timeout: float = 60.0) -> int:
         """Returns the blocks that are still on their way down."""
@@ -155,16 +203,20 @@ class TrialLinker(KVTierLinker):
     def load(self, rid: str, transfers: Any) -> bool:
         queued = super().load(rid, transfers)
         if queued:
-            wanted, state = self._loads._queue[-1], self._requests.of(rid)
-            digest, end = self._rotation.namespace.digest, state.start + len(wanted.pages)
-            self._loading[rid] = [digest + key for key in state.chain[state.start : end]]
-            for slot in wanted.lease.slots if self._scramble else ():
+            wanted, digest = self._loads._queue[-1], self._rotation.namespace.digest
+            self._loading[rid] = [digest + slot.key for _, slot in wanted.copies()]
+            chain = wanted.lease.slots
+            window = [slot for _, slot in wanted.boundary.copies] if wanted.boundary is not None else []
+            wrong = {"chain": chain, "window": window, True: [*chain, *window]}
+            for slot in wrong.get(self._scramble, ()):
                 half = len(slot.pieces[0]) // 2
                 slot.pieces[0][:half] = bytes(slot.pieces[0][half:])
         return queued
 
     def start_layer_wise_loading(self) -> int:
-        queue = [(self._loading.pop(wanted.rid), wanted.pages) for wanted in self._loads._queue]
+        queue = [
+            (self._loading.pop(wanted.rid), [block for block, _ in wanted.copies()]) for wanted in self._loads._queue
+        ]
         if self._lose and queue:
             assert self._pages is not None
             self._pages._engine.load = _lost

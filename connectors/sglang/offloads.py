@@ -1,0 +1,117 @@
+"""Offloads of one rank: what the tree says of the pages that it is about to offload, and the completions that it takes.
+
+    are_of      the request whose tokens enter the tree, and up to where
+    follow      the pages before those that come next
+    begin       the pages: copied to G2 where it lacks them, and at the end of a boundary what it needs of windows
+    completed   offloads that are over, in the order in which they began; every rank has equally many
+
+Used from the scheduler's thread only; nothing here waits.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvtier.connectors.control import Control
+from kvtier.connectors.fallback import falls_back_to
+from kvtier.connectors.identity import engine_keys
+from kvtier.connectors.sglang.copies import PageCopies
+from kvtier.connectors.sglang.hooks import NO_CHECKPOINT, Checkpoint
+from kvtier.connectors.sglang.transfers import page_numbers
+from kvtier.connectors.sglang.windows import BoundaryStore, Windows
+from kvtier.identity.keys import BlockKey, Scope
+from kvtier.retention.ranges import ChainTerms
+
+log = logging.getLogger(__name__)
+
+_Remember = Callable[[Any, Control | None, Sequence[BlockKey], int], None]
+
+
+class PageOffloads:
+    """See the module."""
+
+    def __init__(
+        self,
+        page: int,
+        windows: Windows | None,
+        control_of: Callable[[Any], tuple[Control, Scope | None]],
+        remember: _Remember,
+        copies: Callable[[], PageCopies | None],
+    ) -> None:
+        """`remember` is told of each request's blocks, from a depth on. `copies` has those of the moment, None while
+        there are none."""
+        self._page = page
+        self._windows = windows
+        self._control_of = control_of
+        self._remember = remember
+        self._copies = copies
+        self._req: Any = None
+        self._checkpoint = NO_CHECKPOINT
+        self._head: list[str] = []
+        self._path: Callable[[], Any] | None = None
+        self._lost = 0  # offloads that are answered as failed, before all others
+
+    def are_of(self, req: Any | None, checkpoint: Checkpoint) -> None:
+        """Offloads from now on are of this request; None: of no request."""
+        self._req, self._checkpoint = req, checkpoint
+
+    def follow(self, head: list[str], path: Callable[[], Any] | None) -> None:
+        """The next pages follow these. `path()` are the slots in the full pool of all tokens up to their end."""
+        self._head, self._path = head, path
+
+    def begin(self, transfer: Any) -> bool:
+        """Copy a node's pages to G2 where it lacks them. False: the request does not want it, or there is none. Later
+        errors are in the completion."""
+        (head, self._head), (path, self._path) = (self._head, []), (self._path, None)
+        if self._req is None or not transfer.keys:
+            return False
+        control, scope = self._control_of(self._req)
+        if scope is None or not control.store:
+            return False
+        copies = self._copies()
+        if copies is None:
+            self._lost += 1
+            return True
+        before = copies.outstanding()
+        try:
+            chain = engine_keys(scope, [bytes.fromhex(page) for page in (*head, *transfer.keys)])
+            numbers = page_numbers(transfer.device_indices, self._page)
+            self._remember(self._req, control, chain, len(head))
+            terms = control.chain_terms(self._page)
+            copies.offload(chain, len(head), numbers, terms, self._boundary(chain, terms, path))
+        except Exception:
+            log.exception("an offload of %d pages failed", len(transfer.keys))
+        if copies.outstanding() == before:
+            copies.fail()
+        return True
+
+    @falls_back_to(None)
+    def _boundary(
+        self, chain: Sequence[BlockKey], terms: ChainTerms, path: Callable[[], Any] | None
+    ) -> BoundaryStore | None:
+        if self._windows is None or path is None:
+            return None
+        return self._windows.boundary(chain, terms, self._checkpoint, path)
+
+    def completed(self) -> int:
+        """How many of the oldest offloads are over."""
+        copies = self._copies()
+        return self._lost + (copies.completed() if copies is not None else 0)
+
+    def pop(self) -> bool:
+        """Take the oldest completion; whether all its pages are in G2."""
+        if self._lost:
+            self._lost -= 1
+            return False
+        copies = self._copies()
+        return copies is not None and copies.pop()
+
+    def lose(self, count: int) -> None:
+        """So many offloads will have no completion: they have failed."""
+        self._lost += count
+
+    def clear(self) -> None:
+        """No completion will be asked for."""
+        self._lost = 0

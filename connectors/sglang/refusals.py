@@ -1,0 +1,56 @@
+"""Trees and engines of SGLang that kvtier does not serve, each with what to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvtier.errors import IdentityError
+
+MISREADS_WINDOWS = ("torch_native",)
+"""Attention of sglang 0.5.23 that writes the KV of a window's layers where its pool of windows has it, and reads it at
+the indices of the full pool: what it computes is wrong, whatever cache there is."""
+
+_BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+
+
+def refuse(params: Any) -> None:
+    """Raises IdentityError for trees whose requests keep more than their pool's pages."""
+    if params.is_eagle or params.mtp_draft_device_pools or params.sidecar_draft_device_pools:
+        raise IdentityError(
+            "the KV of a draft model is not kept; start without speculative decoding, or without kvtier"
+        )
+    if getattr(getattr(params, "req_to_token_pool", None), "mamba_pool", None) is not None:
+        raise IdentityError(
+            "requests keep states beside their KV (Mamba, linear attention), which kvtier does not, and a prefix "
+            "without them would be wrong: start this engine without kvtier"
+        )
+
+
+def window_of(server: Any, params: Any) -> int:
+    """Tokens before a token that a tree of windows keeps for it; 0 for trees without windows. Raises IdentityError for
+    trees of windows that were not proved, and for attention that reads them wrong."""
+    from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
+    from sglang.srt.runtime_context import get_parallel
+
+    allocator = params.token_to_kv_pool_allocator
+    if not isinstance(allocator.get_kvcache(), BaseSWAKVPool):
+        return 0
+    kind, window = type(allocator).__name__, getattr(params, "swa_retain_window", None)
+    attention = {getattr(server, name, None) for name in _BACKENDS}.intersection(MISREADS_WINDOWS)
+    reasons = {
+        f"an allocator of the kind {kind}": kind != "SWATokenToKVPoolAllocator",
+        "windows that are a ring of each request's, or that its tree does not ask for": not getattr(
+            params, "swa_gates_prefix_match", False
+        ),
+        "no size of a window": not window,
+        "a draft that reads the window": getattr(params, "draft_swa_window", 0) > 0,
+        "tensor parallelism": int(get_parallel().attn_tp_size) > 1,
+        f"the attention backend {', '.join(map(str, attention))}, which reads them at wrong indices": bool(attention),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise IdentityError(
+                f"kvtier does not serve sliding windows with {reason}; start this engine without that, with "
+                "--disable-hybrid-swa-memory, or without kvtier"
+            )
+    return int(window or 0)

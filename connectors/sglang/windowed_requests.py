@@ -1,0 +1,49 @@
+"""Requests of a model with windows: promoted and given back up to a boundary, with what it needs of the windows."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from kvtier.cache import Cache
+from kvtier.connectors.boundaries import promote_boundary
+from kvtier.connectors.promoted import Promoted
+from kvtier.connectors.sglang.requests import QueuedRequest, QueuedRequests
+from kvtier.connectors.sglang.windows import Windows
+
+
+class WindowedRequests(QueuedRequests):
+    """See the module."""
+
+    def __init__(self, windows: Windows, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._windows = windows
+
+    def restorable(self, queued: QueuedRequest, cache: Cache) -> list[int]:
+        """As of other models; but of the lengths the longest alone, since there is one rank (`refusals`), and none
+        while the request waits: it is passed over, and looked up again."""
+        start, stop = queued.start, queued.start + self.resident(queued, cache)
+        queued.known = max(stop, queued.promoted.matched) if queued.reads else 0
+        if queued.waits:
+            return []
+        looked, depth = (start, stop, queued.promoted.done), queued.boundary
+        if looked != queued.looked or (depth and not self._windows.holds(cache.manager, queued.chain, depth)):
+            depth = self._windows.longest(cache.manager, queued.chain, start, stop)
+            queued.looked, queued.boundary = looked, depth
+        return [depth - start] if depth else []
+
+    def leaves_at(self, rid: str, pages: int) -> int:
+        queued = self.of(rid)
+        return queued.known if queued is not None and queued.known > pages else 0
+
+    def _is_whole(self, queued: QueuedRequest, found: int, cache: Cache) -> bool:
+        depth = queued.start + found
+        return super()._is_whole(queued, found, cache) and self._windows.holds(cache.manager, queued.chain, depth)
+
+    def _promote(self, queued: QueuedRequest, cache: Cache) -> Promoted:
+        chain, windows = queued.chain, self._windows
+        promoted = Promoted(start=queued.start)
+        ends = partial(windows.first, chain), partial(windows.keys, chain)
+        work = promote_boundary(cache.manager, chain, *ends, queued.until_s, promoted)
+        promoted.future = cache.submit(work)
+        return promoted
