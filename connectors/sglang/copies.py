@@ -162,7 +162,7 @@ class PageCopies:
             return [], False
         if slots:
             offload.blocks.append(blocks)
-            offload.slots |= {(slot.number, slot.generation): (blocks, slot) for slot in slots}
+            offload.slots.update({(slot.number, slot.generation): (blocks, slot) for slot in slots})
         return [(places[slot.index - start], slot.number, slot.generation) for slot in slots], reached == stop
 
     def _abort(self, slots: Sequence[Slot]) -> None:

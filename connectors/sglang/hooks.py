@@ -81,10 +81,12 @@ class LinkerListener(WeightsListener):
         """`lookup` comes next, for this request; `head()` are the page hashes on the device, from the first on. `agree`
         is true if its argument is on every rank; every rank must call it in the same place."""
 
+    windowed = False  # whether prompts come back at boundaries alone
+
     @abstractmethod
-    def leaves_at(self, rid: str, pages: int) -> int:
-        """After how many pages the request's prompt leaves what is known, where that is a boundary worth having: beyond
-        the first `pages`, which it is given. 0: nowhere."""
+    def known_of(self, rid: str) -> int:
+        """How many leading pages of a request's prompt are known below the device, though it may not be given all of
+        them; of a linker that is `windowed`."""
 
     @abstractmethod
     def offloads_for(self, req: Any | None, checkpoint: Checkpoint = NO_CHECKPOINT) -> None:
@@ -134,10 +136,12 @@ def _match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, resul
 
     linker.before_lookup(req, head, partial(_on_all_ranks, wrapper.cache))
     found = original(wrapper, key, req, result)
-    page = wrapper.cache.page_size
-    leaves = page * linker.leaves_at(req.rid, (found.device_prefix_len + found.host_hit_length) // page)
+    if not linker.windowed:
+        return found
+    leaves = wrapper.cache.page_size * _least_of_all_ranks(wrapper.cache, linker.known_of(req.rid))
     # As the tree does itself for what is on the device: it inserts the prompt up to there first, with a whole window.
-    return found._replace(swa_branching_seqlen=leaves) if leaves > (found.swa_branching_seqlen or 0) else found
+    hit = found.device_prefix_len + found.host_hit_length
+    return found._replace(swa_branching_seqlen=leaves) if leaves > max(hit, found.swa_branching_seqlen or 0) else found
 
 
 def _offload_node(wrapper: Any, node_id: Any, transfers: Any) -> None:
@@ -192,11 +196,15 @@ def _take_events(original: Callable[..., Any], cache: Any) -> Any:
 
 
 def _on_all_ranks(cache: Any, answer: bool) -> bool:
+    return bool(_least_of_all_ranks(cache, int(answer)))
+
+
+def _least_of_all_ranks(cache: Any, number: int) -> int:
     import torch
 
-    mask = torch.tensor([int(answer)], dtype=torch.int)
-    cache._all_reduce_attn_groups(mask, torch.distributed.ReduceOp.MIN)
-    return bool(mask.item())
+    least = torch.tensor([number], dtype=torch.int)
+    cache._all_reduce_attn_groups(least, torch.distributed.ReduceOp.MIN)
+    return int(least.item())
 
 
 def _ran(_: Any, processor: Any, batch: Any, result: Any) -> None:

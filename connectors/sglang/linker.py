@@ -89,6 +89,7 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         refuse(params)
         self._pool = pool_of(device_pool, params.page_size, components, window_of(server_args, params))
         self._windows = Windows.of(self._pool, params.token_to_kv_pool_allocator)
+        self.windowed = self._windows is not None
         adapters.remember(getattr(server_args, "lora_paths", None))
         namespace = namespace_of_rank(server_args, self._settings, self._pool)
         self.pools = {PoolName.KV: device_pool}
@@ -100,7 +101,9 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         ranks = (getattr(server_args, name, 1) or 1 for name in ("tp_size", "pp_size", "dp_size"))
         self._alone = all(int(count) == 1 for count in ranks)
         given = self._settings, self._pool.page, self._current
-        self._requests = WindowedRequests(self._windows, *given) if self._windows else QueuedRequests(*given)
+        self._requests = QueuedRequests(*given)
+        if self._windows is not None:
+            self._requests = WindowedRequests(self._windows, namespace.ranks == 1, *given)
         self._prefill = PrefillClock(self._computed, self._pool.page)
         self._looked_up: tuple[Any, Callable[[], list[str]]] | None = None
         self._agree: Callable[[bool], bool] = bool
@@ -209,13 +212,14 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
             queued.waits = False  # unless the look-up says so, which does not come when the device has all of it by now
 
     def lookup(self, rid: str, transfers: Sequence[Any]) -> list[int]:
-        """All restorable lengths, in pages after those on the device: 1 … what G2 has now; of windows the longest at
+        """All restorable lengths, in pages after those on the device: 1 … what G2 has now, and of windows those at
         whose end it has a whole one."""
         self._requests.arrive(rid)
         return self._restorable(rid, transfers)
 
-    def leaves_at(self, rid: str, pages: int) -> int:
-        return self._requests.leaves_at(rid, pages)
+    def known_of(self, rid: str) -> int:
+        queued = self._requests.of(rid)
+        return queued.known if queued is not None else 0
 
     @falls_back_to([])
     def _restorable(self, rid: str, transfers: Sequence[Any]) -> list[int]:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from kvtier.connectors.sglang.copies import PageCopies, PageLoad
@@ -37,11 +38,10 @@ class WantedPages:
     def leases(self) -> list[Lease]:
         return [self.lease] if self.boundary is None else [self.lease, self.boundary.lease]
 
-    def copies(self) -> Iterator[tuple[int, Slot]]:
+    def copies(self) -> Iterable[tuple[int, Slot]]:
         """Blocks on the device, and what comes into them."""
-        yield from zip(self.pages, self.lease.slots, strict=True)
-        if self.boundary is not None:
-            yield from self.boundary.copies
+        pages = zip(self.pages, self.lease.slots, strict=True)
+        return pages if self.boundary is None else (*pages, *self.boundary.copies)
 
     def release(self) -> None:
         for lease in self.leases:
@@ -128,4 +128,4 @@ def _release(queue: Sequence[WantedPages]) -> None:
 
 def _load(pages: PageCopies, queue: Sequence[WantedPages]) -> PageLoad:
     leases = [lease for wanted in queue for lease in wanted.leases]
-    return pages.load(leases, (copy for wanted in queue for copy in wanted.copies()))
+    return pages.load(leases, chain.from_iterable(wanted.copies() for wanted in queue))

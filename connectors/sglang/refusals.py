@@ -30,7 +30,6 @@ def window_of(server: Any, params: Any) -> int:
     """Tokens before a token that a tree of windows keeps for it; 0 for trees without windows. Raises IdentityError for
     trees of windows that were not proved, and for attention that reads them wrong."""
     from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
-    from sglang.srt.runtime_context import get_parallel
 
     allocator = params.token_to_kv_pool_allocator
     if not isinstance(allocator.get_kvcache(), BaseSWAKVPool):
@@ -44,7 +43,6 @@ def window_of(server: Any, params: Any) -> int:
         ),
         "no size of a window": not window,
         "a draft that reads the window": getattr(params, "draft_swa_window", 0) > 0,
-        "tensor parallelism": int(get_parallel().attn_tp_size) > 1,
         f"the attention backend {', '.join(map(str, attention))}, which reads them at wrong indices": bool(attention),
     }
     for reason, holds in reasons.items():

@@ -40,8 +40,8 @@ class QueuedRequest:
     chain: list[BlockKey] = field(default_factory=list)
     start: int = 0  # pages that are on the device
     known: int = 0  # leading pages that are known, though not all may be of use; of models with windows
-    boundary: int = 0  # of a model with windows: the longest one that G2 had,
-    looked: tuple[int, int, bool] | None = None  # and between which pages it was looked for, promoted or not yet
+    boundaries: Sequence[int] = ()  # of a model with windows: those that G2 had, ascending,
+    looked: tuple[int, int, bool] | None = None  # and between which pages they were looked for, promoted or not yet
     control: Control | None = None  # known with the chain, as the scope is
     scope: Scope | None = None
     promoted: Promoted = field(default_factory=Promoted)
@@ -146,10 +146,6 @@ class QueuedRequests:
         """Lengths, in pages after those on the device, at which the prompt can go on with what G2 has; see
         `resident`."""
         return list(range(1, self.resident(queued, cache) + 1))
-
-    def leaves_at(self, rid: str, pages: int) -> int:
-        """See `LinkerListener.leaves_at`."""
-        return 0
 
     def _is_whole(self, queued: QueuedRequest, found: int, cache: Cache) -> bool:
         """Whether G2 has all that the request can be given below the device, of which it has the first `found`."""

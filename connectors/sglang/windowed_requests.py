@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from kvtier.cache import Cache
@@ -15,26 +16,24 @@ from kvtier.connectors.sglang.windows import Windows
 class WindowedRequests(QueuedRequests):
     """See the module."""
 
-    def __init__(self, windows: Windows, *arguments: Any) -> None:
+    def __init__(self, windows: Windows, alone: bool, *arguments: Any) -> None:
+        """`alone`: no other rank must have the same boundaries, so the longest is all that is asked for."""
         super().__init__(*arguments)
         self._windows = windows
+        self._alone = alone
 
     def restorable(self, queued: QueuedRequest, cache: Cache) -> list[int]:
-        """As of other models; but of the lengths the longest alone, since there is one rank (`refusals`), and none
-        while the request waits: it is passed over, and looked up again."""
+        """As of other models, but only those that are boundaries; none while the request waits: it is passed over, and
+        looked up again."""
         start, stop = queued.start, queued.start + self.resident(queued, cache)
         queued.known = max(stop, queued.promoted.matched) if queued.reads else 0
         if queued.waits:
             return []
-        looked, depth = (start, stop, queued.promoted.done), queued.boundary
-        if looked != queued.looked or (depth and not self._windows.holds(cache.manager, queued.chain, depth)):
-            depth = self._windows.longest(cache.manager, queued.chain, start, stop)
-            queued.looked, queued.boundary = looked, depth
-        return [depth - start] if depth else []
-
-    def leaves_at(self, rid: str, pages: int) -> int:
-        queued = self.of(rid)
-        return queued.known if queued is not None and queued.known > pages else 0
+        looked, holds = (start, stop, queued.promoted.done), partial(self._windows.holds, cache.manager, queued.chain)
+        if looked != queued.looked or not all(map(holds, queued.boundaries)):
+            found = self._windows.boundaries(cache.manager, queued.chain, start, stop)
+            queued.looked, queued.boundaries = looked, tuple(islice(found, 1 if self._alone else None))[::-1]
+        return [depth - start for depth in queued.boundaries]
 
     def _is_whole(self, queued: QueuedRequest, found: int, cache: Cache) -> bool:
         depth = queued.start + found

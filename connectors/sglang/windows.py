@@ -9,7 +9,7 @@ where a prompt was seen to leave a chain that is known, and now and then in betw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,10 +73,10 @@ class Windows:
         keys = self.keys(chain, depth)
         return manager.prefix(keys) == len(keys)
 
-    def longest(self, manager: Manager, chain: Sequence[BlockKey], start: int, stop: int) -> int:
-        """The longest boundary beyond `start` and up to `stop` pages that G2 can serve, of the last ones; 0 if none."""
+    def boundaries(self, manager: Manager, chain: Sequence[BlockKey], start: int, stop: int) -> Iterator[int]:
+        """Boundaries beyond `start` and up to `stop` pages that G2 can serve, of the last ones, from the longest on."""
         depths = range(stop, max(start, stop - TRIED), -1)
-        return next((depth for depth in depths if self.holds(manager, chain, depth)), 0)
+        return (depth for depth in depths if self.holds(manager, chain, depth))
 
     def blocks(self, pages: Sequence[int]) -> list[int]:
         """Blocks of all parts of these pages, in the order of `keys`."""

@@ -15,6 +15,7 @@ import pytest
 from kvtier.testing import ChildFailed
 from tests.connectors.sglang.support.answers import alike
 from tests.connectors.sglang.support.boundaries import AWAY, PARTS, agree, conversation, moved, right_of
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -128,6 +129,48 @@ def test_windows_over_other_tree_cores_and_pages(
     assert_idle(engine)
 
 
+def test_two_ranks_of_windows_decide_alike(
+    serve: Any, windowed_model: Path, prompt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank has a manager and boundaries of its own; a boundary that one of them lacks, neither gives."""
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+    engine = serve(tiers(tmp_path), path=windowed_model, arguments={"tp_size": 2}, deadlines=PATIENT)
+    asked = conversation(engine, prompt, 50, 3)[2]
+    engine.host.flush()
+    for rank in (0, 1):
+        assert engine.order("flush", rank=rank) == 0
+    depths = engine.order("boundaries", tokens=asked)
+    assert depths == engine.order("boundaries", rank=1, tokens=asked)
+    right = right_of(engine, asked, depths[-1] * 16)
+    for lacking in ((), (0,), (1,), (0, 1)):
+        for rank in lacking:
+            engine.order("evict", rank=rank, tier="g2")
+        engine.host.flush()
+        (restored,) = engine.host.generate(asked, kvtier={"store": False})
+        assert restored["host"] == depths[-1] * 16 and agree(restored, right)
+    other = conversation(engine, prompt, 52, 3)[2]
+    engine.host.flush()
+    top, next_best = engine.order("boundaries", tokens=other)[:-3:-1]
+    own = right_of(engine, other, next_best * 16)
+    assert engine.order("drop", rank=1, tokens=other, depth=top, group="windows") >= 1
+    engine.host.flush()
+    (shorter,) = engine.host.generate(other, kvtier={"store": False})
+    assert shorter["host"] == next_best * 16 and agree(shorter, own)
+    stem = prompt(51, 320)
+    branches = [[*stem, *prompt(60 + branch, 90)] for branch in range(3)]
+    computed, read = [right_of(engine, one, 0) for one in branches], []
+    for one, own in zip(branches, computed, strict=True):
+        engine.host.flush()
+        (given,) = engine.host.generate(one)
+        read.append(given["host"])
+        assert alike(given, own)
+    assert read == [0, 0, 320]
+    engine.host.flush()
+    for rank in (0, 1):
+        assert set(engine.order("check", rank=rank).values()) == {0}
+        assert engine.order("witness", rank=rank)["same_blocks"] > 0
+
+
 def test_a_pool_of_windows_that_is_too_short_costs_hits_and_nothing_else(
     serve: Any, windowed_model: Path, prompt: Any, tmp_path: Path
 ) -> None:
@@ -208,6 +251,8 @@ def test_an_aborted_request_leaves_nothing_of_its_boundary(
     engine.push_down("g2")
     engine.steer(faults={"g3": [["read", "slow", 1.0, None, 1.0]]})
     assert engine.host.ask(do="abort", prompts=[asked], after=0.3) in ("abort", "CancelledError")
+    engine.steer()
+    assert eventually(lambda: engine.order("check")["quarantined"] == 0), "the slowest reads are over"
     assert_idle(engine)
     (restored,) = engine.host.generate(asked)
     assert restored["host"] == 384 and restored["tokens"] == own["tokens"]

@@ -117,10 +117,8 @@ def test_pools_of_windows_that_would_lose_a_part_are_refused() -> None:
     assert len(pool(windows("S" * PARTS_MAX + "F"), PAGE, Kind.FULL, Kind.SWA).beside) == PARTS_MAX
 
 
-def test_trees_of_windows_that_were_not_proved_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_of_windows_that_were_not_proved_are_refused() -> None:
     from types import SimpleNamespace
-
-    from sglang.srt import runtime_context
 
     from kvtier.connectors.sglang.refusals import window_of
     from kvtier.errors import IdentityError
@@ -132,8 +130,7 @@ def test_trees_of_windows_that_were_not_proved_are_refused(monkeypatch: pytest.M
     class OtherAllocator(SWATokenToKVPoolAllocator):
         pass
 
-    ranks, server = SimpleNamespace(attn_tp_size=1), SimpleNamespace(attention_backend="triton")
-    monkeypatch.setattr(runtime_context, "get_parallel", lambda: ranks)
+    server = SimpleNamespace(attention_backend="triton")
     good = {
         "token_to_kv_pool_allocator": SWATokenToKVPoolAllocator(), "swa_gates_prefix_match": True,
         "swa_retain_window": 63, "draft_swa_window": 0,
@@ -145,23 +142,17 @@ def test_trees_of_windows_that_were_not_proved_are_refused(monkeypatch: pytest.M
     ):  # fmt: skip
         with pytest.raises(IdentityError, match=word):
             window_of(server, SimpleNamespace(**{**good, name: value}))
-    ranks.attn_tp_size = 2
-    with pytest.raises(IdentityError, match="tensor parallelism"):
-        window_of(server, SimpleNamespace(**good))
     plain = SimpleNamespace(token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=mha))
     assert window_of(server, plain) == 0, "windows in one pool with all else are a part of its pages"
 
 
 @pytest.mark.parametrize("name", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"])
-def test_attention_that_reads_windows_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_attention_that_reads_windows_elsewhere_is_refused(name: str) -> None:
     from types import SimpleNamespace
-
-    from sglang.srt import runtime_context
 
     from kvtier.connectors.sglang.refusals import window_of
     from kvtier.errors import IdentityError
 
-    monkeypatch.setattr(runtime_context, "get_parallel", lambda: SimpleNamespace(attn_tp_size=1))
     allocator = type("SWATokenToKVPoolAllocator", (), {"get_kvcache": lambda self: windows()})()
     tree = SimpleNamespace(token_to_kv_pool_allocator=allocator, swa_gates_prefix_match=True, swa_retain_window=63)
     with pytest.raises(IdentityError, match="torch_native"):

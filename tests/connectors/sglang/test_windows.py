@@ -55,6 +55,18 @@ def settled(b: Any) -> list[bool]:
     return answers
 
 
+def found(b: Any, rid: str, keys: list[str], head: list[str] | None = None, **req: Any) -> list[int]:
+    """What the request is given once nothing is on its way up for it any more."""
+
+    def answered() -> bool:
+        answers[:] = [b.lengths(rid, keys, head, **req)]
+        return not b.linker._requests.of(rid).waits
+
+    answers: list[list[int]] = []
+    assert eventually(answered)
+    return answers[0]
+
+
 def store(b: Any, keys: list[str], count: int = 8, **given: Any) -> list[bool]:
     """The first pages of a prompt enter the tree, up to there."""
     given = {"checkpoint": end(count), "path": HEAD[:count], **given}
@@ -73,7 +85,7 @@ def test_both_pools_come_back_as_they_were(either: Any) -> None:
     assert b.linker.stats()["engine"]["events"] == {"blocks_stored": 8 + PARTS * PAGES}
     full = [b.bytes_of(page) for page in HEAD]
     beside = [b.bytes_of(b.window_of[page], window=True) for page in HEAD[-PAGES:]]
-    assert b.lengths("r", keys) == [8], "no boundary is before it"
+    assert found(b, "r", keys) == [8], "no boundary is before it"
     assert load(b, "r", keys, list(range(21, 29)), [1, 3, 5, 7])
     index = b.linker.start_layer_wise_loading()
     counter = b.linker.layer_done_counter
@@ -93,7 +105,7 @@ def test_only_what_the_device_lacks_of_a_window_is_loaded(either: Any) -> None:
     store(b, keys)
     beside = [b.bytes_of(b.window_of[page], window=True) for page in HEAD[-2:]]
     untouched = b.bytes_of(9, window=True)
-    assert b.lengths("r", keys[6:], keys[:6]) == [2]
+    assert found(b, "r", keys[6:], keys[:6]) == [2]
     assert not load(b, "r", keys[6:], [21, 22], [7]), "a page of the window is not asked for"
     assert not load(b, "r", keys[6:], [21, 22], [5, 7, 9]), "one of them is the device's"
     assert load(b, "r", keys[6:], [21, 22], [5, 7]) and b.run()
@@ -106,10 +118,10 @@ def test_a_boundary_is_kept_at_the_ends_of_prompts_and_answers_alone(windowed: A
     path = HEAD[:4]
     assert b.offload(keys[:4], path, checkpoint=end(8), path=path) and b.settle() == [True]
     assert b.offload(keys[4:], HEAD[4:], keys[:4], checkpoint=end(8), path=HEAD) and b.settle() == [True]
-    assert b.lengths("r", keys) == [8] and b.lengths("s", keys[:6]) == []
+    assert found(b, "r", keys) == [8] and found(b, "s", keys[:6]) == []
     other = keys_of(8, seed=1)
     assert store(b, other, checkpoint=end(8, lasting=False)) == [True]
-    assert b.lengths("t", other) == [], "in the middle of a prompt, and not far enough from the last one"
+    assert found(b, "t", other) == [], "in the middle of a prompt, and not far enough from the last one"
 
 
 @pytest.mark.parametrize("what", ["freed", "unaligned", "short"])
@@ -121,7 +133,7 @@ def test_a_window_that_the_tree_has_not_whole_is_not_stored(windowed: Any, what:
     if what == "unaligned":
         b.window_shift = 1
     assert store(b, keys, path=path) == [True]
-    assert b.lengths("r", keys) == []
+    assert found(b, "r", keys) == []
     assert b.linker.stats()["engine"]["events"] == {"blocks_stored": 8}
 
 
@@ -130,14 +142,14 @@ def test_pages_behind_the_window_may_be_gone(windowed: Any) -> None:
     for page in HEAD[:-PAGES]:
         del b.window_of[page]
     store(b, keys)
-    assert b.lengths("r", keys) == [8]
+    assert found(b, "r", keys) == [8]
 
 
 def test_a_prompt_shorter_than_the_window(windowed: Any) -> None:
     b, keys = windowed(), keys_of(2)
     store(b, keys, 2)
     beside = [b.bytes_of(b.window_of[page], window=True) for page in HEAD[:2]]
-    assert b.lengths("r", keys) == [2]
+    assert found(b, "r", keys) == [2]
     assert load(b, "r", keys, [21, 22], [7, 9]) and b.run()
     assert [b.bytes_of(page, window=True) for page in (7, 9)] == beside
 
@@ -148,16 +160,17 @@ def test_a_boundary_that_a_part_could_not_copy_is_not_published(windowed: Any, m
     with monkeypatch.context() as patch:
         patch.setattr(last, "store", _fails)
         assert store(b, keys) == [False]
-    assert b.lengths("r", keys) == [], "the chain alone is of no use"
+    assert found(b, "r", keys) == [], "the chain alone is of no use"
+    assert b.linker.stats()["engine"]["events"]["blocks_stored"] == 8, "nor is a part of what a boundary needs"
     b.linker._pages.cache.check()
     assert store(b, keys) == [True], "the tree asks again"
-    assert b.lengths("s", keys) == [8] and b.pinned() == 0
+    assert found(b, "s", keys) == [8] and b.pinned() == 0
 
 
 def test_a_load_that_a_part_could_not_make_fails_as_a_whole(windowed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     b, keys = windowed(), keys_of(8)
     store(b, keys)
-    assert b.lengths("r", keys) == [8] and load(b, "r", keys, list(range(21, 29)), [1, 3, 5, 7])
+    assert found(b, "r", keys) == [8] and load(b, "r", keys, list(range(21, 29)), [1, 3, 5, 7])
     with monkeypatch.context() as patch:
         patch.setattr(b.linker._pages._engine._engines[-1], "load", _fails)
         assert not b.run()
@@ -168,12 +181,68 @@ def _fails(*_: Any) -> int:
     raise RuntimeError("the device is gone")
 
 
+@pytest.mark.parametrize("depth", [7, 8])
+def test_a_boundary_is_where_the_tree_takes_the_prompt_to_and_nowhere_else(windowed: Any, depth: int) -> None:
+    """Only what lies before the end of the tokens that enter it is locked until it is copied."""
+    b, keys = windowed(), keys_of(8)
+    assert store(b, keys, checkpoint=end(depth)) == [True]
+    assert found(b, "r", keys) == ([8] if depth == 8 else [])
+
+
+def test_a_boundary_that_has_lost_a_block_is_none(windowed: Any) -> None:
+    b, keys = windowed(), keys_of(8)
+    store(b, keys)
+    assert found(b, "r", keys) == [8]
+    host = b.linker._pages.cache.manager.host
+    lost = b.linker._windows.keys(b.chain(keys), 8)[-1]
+    assert b.linker._pages.cache.flush(20).pending == 0
+    assert sum(host.drop_where(lambda number: host.index.table.keys[number] == lost)) == 1
+    assert not load(b, "r", keys, list(range(21, 29)), [1, 3, 5, 7]), "found before, and gone since"
+    assert b.lengths("s", keys) == [], "it waits for what it lacks"
+    b.linker.forget("r")
+    assert found(b, "s", keys) == [8], "which comes back from the disk"
+    b.linker.forget("s")
+    assert b.pinned() == 0
+
+
+def test_a_freed_page_of_one_token_is_none(windowed: Any) -> None:
+    """Slot 0 is what SGLang's table has for it; a page of one token has no other slot to tell by."""
+    import torch
+
+    from kvtier.connectors.sglang.windows import Windows
+    from kvtier.identity.groups import Group
+    from kvtier.identity.groups import Kind as GroupKind
+    from kvtier.retention.ranges import uniform
+    from kvtier.retention.terms import Terms
+
+    chain, group = windowed().chain(keys_of(8)), Group(GroupKind.WINDOW, 1, 4)
+    for freed, whole in ((4, True), (5, False), (7, False)):
+        table = torch.arange(1, 9)
+        table[freed] = 0
+        rule = Windows(group, 1, lambda slots, table=table: table[slots])
+        at_end = end(8)._replace(end=8)
+        kept = rule.boundary(chain, uniform(Terms("some")), at_end, lambda: torch.arange(8))
+        assert (kept is not None) == whole, freed
+
+
+def test_a_chain_without_room_is_stored_without_its_boundary(windowed: Any) -> None:
+    block = windowed().pool.block_bytes
+    b, path = windowed(g2=f"{8 * block}B"), [*HEAD, *range(21, 29)]
+    b.window_of = {page: number for number, page in enumerate(path, 1)}
+    slots = b.linker._pages.cache.manager.host.arena.slots
+    assert slots < len(path)
+    assert b.offload(keys_of(16), path, checkpoint=end(16), path=path)
+    assert settled(b) == [False]
+    events = b.linker.stats()["engine"]["events"]
+    assert events["stores_without_room"] == len(path) - events["blocks_stored"], "of the chain alone"
+
+
 def test_without_room_for_a_whole_boundary_none_of_it_is_stored(windowed: Any) -> None:
     block = windowed().pool.block_bytes
     b, keys = windowed(g2=f"{12 * block}B"), keys_of(8)
     assert b.linker._pages.cache.manager.host.arena.slots < 8 + PARTS * PAGES
     assert store(b, keys) == [False], "the tree asks again"
-    assert b.lengths("r", keys) == []
+    assert found(b, "r", keys) == []
     assert b.linker.stats()["engine"]["events"]["blocks_stored"] == 8
     b.linker._pages.cache.check()
 
@@ -182,9 +251,10 @@ def test_bytes_of_other_blocks_are_not_stored_behind_a_part_with_fewer_layers(wi
     b, keys = windowed(), keys_of(8)
     used = b.pool.beside[1].shape.block_bytes
     assert used < b.pool.block_bytes
-    index = b.linker._pages.cache.manager.host.index
-    for slot in b.linker._pages.cache.manager.host.arena.pieces(0), b.linker._pages.cache.manager.host.arena.pieces(20):
-        slot[0][:] = b"\xaa" * len(slot[0])
+    index, arena = b.linker._pages.cache.manager.host.index, b.linker._pages.cache.manager.host.arena
+    for number in range(arena.slots):
+        (piece,) = arena.pieces(number)
+        piece[:] = b"\xaa" * len(piece)
     store(b, keys)
     names = b.linker._windows.keys(b.chain(keys), 8)
     for place, name in enumerate(names):
@@ -197,10 +267,9 @@ def test_a_prompt_leaves_what_is_known_where_no_boundary_is(windowed: Any) -> No
     b, keys = windowed(), keys_of(8)
     store(b, keys)
     other = [*keys[:6], *keys_of(4, seed=2)]
-    assert b.lengths("r", other) == [] and b.linker.leaves_at("r", 0) == 6
-    assert b.linker.leaves_at("r", 6) == 0, "it is a boundary already"
-    assert b.linker.leaves_at("nobody", 0) == 0
-    assert b.lengths("s", other, load=False) == [] and b.linker.leaves_at("s", 0) == 0
+    assert found(b, "r", other) == [] and b.linker.known_of("r") == 6
+    assert b.linker.known_of("nobody") == 0
+    assert found(b, "s", other, load=False) == [] and b.linker.known_of("s") == 0
 
 
 def test_a_request_in_the_queue_looks_for_its_boundary_once(windowed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,7 +282,7 @@ def test_a_request_in_the_queue_looks_for_its_boundary_once(windowed: Any, monke
     holds = rule.holds
     monkeypatch.setattr(rule, "holds", lambda *given: looks.append(given[-1]) or holds(*given))
     assert [b.lengths("r", other) for _ in range(5)] == [[]] * 5 and looks == []
-    assert b.lengths("s", keys) == [8] and set(looks) == {8}
+    assert found(b, "s", keys) == [8] and set(looks) == {8}
     b.linker._pages.cache.evict("g2")
     assert b.lengths("s", keys) == [], "what it has found is looked for again"
 
@@ -226,8 +295,8 @@ def test_what_lies_on_disk_is_promoted_with_its_window(windowed: Any) -> None:
     assert b.until_resident("r", keys) == 1
     b.linker.forget("r")
     cache.evict("g2")
-    assert b.lengths("s", keys) == []
-    assert eventually(lambda: b.lengths("s", keys) == [8])
+    assert b.lengths("s", keys) == [], "it waits"
+    assert found(b, "s", keys) == [8]
     assert load(b, "s", keys, list(range(21, 29)), [1, 3, 5, 7]) and b.run()
     b.linker.forget("s")
     assert b.pinned() == 0
