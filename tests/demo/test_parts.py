@@ -11,7 +11,7 @@ import pytest
 from kvtier.cli import main
 from kvtier.demo import real_model, script
 from kvtier.demo.job import Job
-from kvtier.demo.stage import Act, Watch, perform
+from kvtier.demo.stage import Act, perform
 from kvtier.errors import ConfigError, FormatError, KVTierError
 
 torch = pytest.importorskip("torch")
