@@ -346,3 +346,46 @@ def test_a_trace_is_converted_and_read_as_the_same(tmp_path: Path, to: str, caps
     with pytest.raises(SystemExit) as ended:
         main(["trace", "convert", str(source), "--out", str(out)])
     assert ended.value.code == 2 and "is there already" in capsys.readouterr().err
+
+
+SESSION_BAD = [
+    ([], "a.json: requests: expected a session"),
+    (SESSION | {"requests": 7}, "a.json: requests: expected a session"),
+    (SESSION | {"block_size": 0}, "a.json: block_size: expected at least 1"),
+    (SESSION | {"requests": [7]}, r"a.json: requests\[0\]: expected a request, got int"),
+]
+
+
+@pytest.mark.parametrize(("session", "message"), SESSION_BAD)
+def test_a_bad_session_is_named(tmp_path: Path, session: Any, message: str) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(session))
+    with pytest.raises(InvalidRequest, match=message):
+        load_trace(tmp_path / "a.json")
+
+
+def test_sessions_of_two_sizes_of_blocks_are_no_trace(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(SESSION))
+    (tmp_path / "b.json").write_text(json.dumps(SESSION | {"block_size": 2 * SESSION["block_size"]}))
+    with pytest.raises(InvalidRequest, match=r"b\.json: block_size: 128, the other sessions have 64"):
+        load_trace(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"chat_id": 1, "parent_chat_id": "x", "timestamp": 0, "input_length": 16, "output_length": 1, "hash_ids": [1],
+          "turn": 1, "type": "text"}, "parent_chat_id: expected an integer, got 'x'"),
+        ({"prompt": 7}, r"expected prompt \(text\) or tokens"),
+    ],
+)  # fmt: skip
+def test_a_bad_line_of_another_format_is_named(tmp_path: Path, line: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        load_trace(lines(tmp_path / "m.jsonl", [line]))
+
+
+def test_only_the_first_requests_of_a_trace(tmp_path: Path) -> None:
+    file = lines(tmp_path / "m.jsonl", MOONCAKE)
+    whole, first = load_trace(file), load_trace(file, limit=1)
+    assert len(whole.requests) > 1 and len(first.requests) == 1
+    assert first.unique == len(set(first.requests[0].blocks)) < whole.unique
+    assert load_trace(file, limit=99) == whole
