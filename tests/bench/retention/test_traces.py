@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtier.bench.retention.recording import write_trace
 from kvtier.bench.retention.traces import load_trace
 from kvtier.cli import main
 from kvtier.errors import ConfigError, InvalidRequest
@@ -389,3 +390,18 @@ def test_only_the_first_requests_of_a_trace(tmp_path: Path) -> None:
     assert len(whole.requests) > 1 and len(first.requests) == 1
     assert first.unique == len(set(first.requests[0].blocks)) < whole.unique
     assert load_trace(file, limit=99) == whole
+
+
+def test_a_trace_of_kvtiers_own_with_blocks_of_nothing_is_refused(tmp_path: Path) -> None:
+    whole = load_trace(lines(tmp_path / "m.jsonl", MOONCAKE))
+    own = tmp_path / "own.jsonl"
+    with own.open("w", encoding="utf-8") as file:
+        write_trace(whole, file)
+    assert load_trace(own).unique == whole.unique
+    header, _, rest = own.read_text().partition("\n")
+    own.write_text(json.dumps(json.loads(header) | {"block_tokens": 0}) + "\n" + rest)
+    with pytest.raises(InvalidRequest, match="block_tokens: expected at least 1, got 0"):
+        load_trace(own)
+    own.write_text(header + "\n")
+    with pytest.raises(InvalidRequest, match="a trace without requests"):
+        load_trace(own)
