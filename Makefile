@@ -162,6 +162,8 @@ COVERED := COVERED=$(CURDIR) PYTHONPATH=$(CURDIR)/build/types
 # All of the package by the quick tests, least first. Tests with a time limit may fail: lines are counted all the same.
 coverage-package: $(READY) $(SGLANG)/.ready types
 	rm -f build/coverage-package*
+	cp "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"/a1_coverage.pth \
+		"$$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"  # SGLang's processes, too
 	-$(COVERED) $(BIN)/python -m coverage run --rcfile=tests/support/coverage.toml -m pytest -q --timeout=600 \
 		--ignore=tests/connectors/sglang $(PYTEST)
 	-$(COVERED) $(SGLANG)/bin/python -m coverage run --rcfile=tests/support/coverage.toml -m pytest -q --timeout=600 \

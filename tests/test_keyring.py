@@ -126,3 +126,12 @@ def test_no_secret_is_shown_or_copied() -> None:
     assert SECRET.hex() not in repr(keys) and repr(SECRET) not in repr(keys) and A.hex() in repr(keys)
     with pytest.raises(TypeError):
         pickle.dumps(keys.active)
+
+
+def test_keys_of_another_length_are_refused() -> None:
+    for id, secret in ((b"short", bytes(32)), (b"\1" * 8, b"short")):
+        with pytest.raises(ConfigError, match="a key has an id of 8 bytes and a secret of 32"):
+            Key(id, secret)
+    pytest.importorskip("cryptography")
+    with pytest.raises(ConfigError, match="a data key has 32 bytes, got 5"):
+        Keyring([Key(b"\1" * 8, bytes(range(32)))], bytes(range(32))).wrap(b"short", b"context")

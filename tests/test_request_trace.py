@@ -21,7 +21,8 @@ import pytest
 import kvtier
 from kvtier.bench.retention.recording import RecordedChains, Recording
 from kvtier.bench.retention.traces import load_trace
-from kvtier.cli.trace import record
+from kvtier.cli.trace import convert, record
+from kvtier.cli.trace_socket import SocketSilent
 from kvtier.clock import SystemClock
 from kvtier.config import Config
 from kvtier.errors import ClosedError, FormatError, InvalidRequest
@@ -242,3 +243,97 @@ def test_commands_say_what_is_missing(tmp_path: Path, path: Path) -> None:
     with pytest.raises(kvtier.KVTierError, match="no cache listens there"):
         record(file, tmp_path / "out")
     assert not (tmp_path / "out").exists() and list(tmp_path.iterdir()) == [file]
+
+
+def record_in(cache: kvtier.Cache, path: Path, out: Path, **named: Any) -> threading.Thread:
+    """A thread that records until the cache is closed."""
+    thread = threading.Thread(target=record, args=(path, out), kwargs=named)
+    thread.start()
+    assert eventually(lambda: bool(cache.trace._listeners))
+    return thread
+
+
+def test_a_recording_is_told_in_words_and_replaces_no_file(
+    cache: kvtier.Cache, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text("mine")
+    with pytest.raises(InvalidRequest, match="--force"):
+        record(path, out)
+    assert out.read_text() == "mine"
+    monkeypatch.setenv("COLUMNS", "300")
+    thread = record_in(cache, path, out, force=True)
+    ask(cache, list(range(64)))
+    cache.submit(asyncio.sleep(0)).result(10)
+    assert eventually(lambda: not any(listener.waiting for listener in cache.trace._listeners))
+    cache.close()
+    thread.join(30)
+    told = capsys.readouterr()
+    assert "Ctrl-C ends it" in told.err and "1 requests, 4 blocks in" in told.out and "are missing" not in told.out
+
+
+def test_a_recording_ends_where_it_is_full(
+    cache: kvtier.Cache, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Recording, "full", True)
+    record(path, tmp_path / "out.jsonl", json=True)  # while the cache goes on
+    assert json.loads(capsys.readouterr().out)["requests"] == 0
+
+
+@pytest.mark.parametrize(
+    ("sent", "error", "says"),
+    [
+        (b"", SocketSilent, "says nothing"),
+        (b"x" * 4096, FormatError, "its line does not end"),
+        (b'{"namespace": 7}\n', FormatError, "no trace socket of this release"),
+        (b"[]\n", FormatError, "no trace socket of this release"),
+    ],
+)
+def test_what_is_no_trace_socket_is_named(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes, error: type[Exception], says: str
+) -> None:
+    cli = importlib.import_module("kvtier.cli.trace_socket")
+    monkeypatch.setattr(cli, "HEADER_BYTES_MAX", 1024)
+
+    def answer(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(sent)
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        threading.Thread(target=answer, args=(listener,)).start()
+        with pytest.raises(error, match=says):
+            cli.told_namespace(path)
+        if not sent:
+            threading.Thread(target=answer, args=(listener,)).start()
+            with pytest.raises(SocketSilent, match="says nothing"):
+                record(path, tmp_path / "out.jsonl", json=True)
+
+
+def test_a_silent_socket_is_given_up_at_its_time(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listens, and never answers."""
+    cli = importlib.import_module("kvtier.cli.trace_socket")
+    monkeypatch.setattr(cli, "TELL_S", 0.01)
+    monkeypatch.setattr(cli, "TICK_S", 0.005)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        with pytest.raises(SocketSilent, match="says nothing"):
+            cli.told_namespace(path)
+
+
+def test_conversions_say_what_is_wrong_and_what_was_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given, out = tmp_path / "given.jsonl", tmp_path / "out.jsonl"
+    given.write_text('{"timestamp": 0, "hash_ids": [1, 2], "input_length": 1024, "output_length": 1}\n' * 2)
+    with pytest.raises(InvalidRequest, match="write kvtier or mooncake"):
+        convert(given, out, to="other")
+    with pytest.raises(InvalidRequest, match="--block-tokens"):
+        convert(given, out, milliseconds=True)
+    convert(given, out, json=True)
+    assert json.loads(capsys.readouterr().out) == {
+        "file": str(out), "format": "mooncake", "requests": 2, "blocks": 2, "block_tokens": 512,
+    }  # fmt: skip
+    with pytest.raises(InvalidRequest, match="--force"):
+        convert(given, out)

@@ -228,8 +228,6 @@ def _cause(earlier: PromptText, later: PromptText, place: int) -> str:
         if _agrees_without(pattern, earlier.text, later.text, place):
             return cause
     role = next((part.role for part in later.parts if part.name == _part_at(later, place)), "")
-    if role == "tools":
-        return "changed_tools"
     if role in ("system", "developer"):
         return "changed_system"
     return "changed_message" if role else "changed_text"

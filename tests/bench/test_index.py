@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from kvtier.bench.tiers.index import BLOCK_TOKENS, PoolCycle, make_prompt, measure
+from kvtier.cli import main
 from kvtier.testing import sample_namespace
 
 
@@ -28,3 +34,25 @@ def test_what_observation_costs_is_told_for_both() -> None:
     figures = measure_observed(tokens=4 * BLOCK_TOKENS, rounds=4)
     assert figures["plain"]["median"] > 0 and figures["observed"]["median"] > 0 and figures["scrape_us"] > 0
     assert isinstance(figures["percent"], float) and not spans_on()
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"), [((), "index"), (("--observed",), "observed"), (("--scale", "--blocks", "2000"), "index_scale")]
+)
+def test_the_command_measures_what_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], kind: str
+) -> None:
+    asked = list[object]()
+
+    def measured(name: str) -> Callable[..., dict[str, Any]]:
+        return lambda *given: (asked.append((name, *given)), {name: 1.0})[1]
+
+    command = importlib.import_module("kvtier.cli.bench.index")
+    for name in ("measure", "measure_observed", "measure_scale"):
+        monkeypatch.setattr(command, name, measured(name))
+    with pytest.raises(SystemExit) as done:
+        main(["bench", "index", *words, "--tokens", "64", "--rounds", "2", "--save", str(tmp_path), "--json"])
+    assert not done.value.code
+    (file,) = tmp_path.iterdir()
+    expected = {"index": ("measure", 64, 2), "observed": ("measure_observed", 64, 60)}
+    assert file.name == f"{kind}.json" and asked == [expected.get(kind, ("measure_scale", [2000]))]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvtier.bench.peers import contest as contests
 from kvtier.bench.peers import sglang as peers_sglang
+from kvtier.bench.peers import sglang_engine, vllm_engine
 from kvtier.bench.peers import vllm as peers
 from kvtier.bench.peers.contest import Contest, PeerFailed, Replay, differences
 from kvtier.bench.peers.prompts import BLOCK_TOKENS, PROMPT_BLOCKS_MAX, conversations, prompts_of, reusable, slice_of
@@ -156,3 +162,174 @@ def test_sglangs_contenders_differ_only_in_what_lies_below_them(tmp_path: Path) 
     }
     with pytest.raises(InvalidRequest, match="nobody"), peers_sglang._arguments(contest, "nobody", tmp_path):
         pass
+
+
+class FakeConnector:
+    def __init__(self) -> None:
+        self.left = 2
+
+    def has_pending_push_work(self) -> bool:
+        return self.left > 0
+
+
+def vllm_stand_in(connector: FakeConnector | None, asked: list[list[int]]) -> SimpleNamespace:
+    """The part of vLLM that the benchmark's engine uses: it answers with two tokens, and had one block cached."""
+
+    def step() -> None:
+        assert connector is not None
+        connector.left -= 1
+
+    core = SimpleNamespace(
+        scheduler=SimpleNamespace(connector=connector, has_requests=lambda: False), step_fn=step,
+        shutdown=lambda: asked.append([]),
+    )  # fmt: skip
+
+    def generate(prompts: list[dict[str, list[int]]], sampling: SimpleNamespace, use_tqdm: bool) -> list[Any]:
+        asked.append(prompts[0]["prompt_token_ids"])
+        steps = [
+            {1: SimpleNamespace(logprob=-0.5), 2: SimpleNamespace(logprob=-2.0)},
+            {1: SimpleNamespace(logprob=0.0)},
+        ]
+        out = SimpleNamespace(token_ids=(5, 6), logprobs=steps if sampling.logprobs else None)
+        metrics = SimpleNamespace(first_token_latency=0.25)
+        return [SimpleNamespace(outputs=[out], metrics=metrics, num_cached_tokens=16)]
+
+    def counted() -> list[Any]:
+        labels = {"source": "local_compute"}
+        name = "vllm:prompt_tokens_by_source"
+        return [
+            SimpleNamespace(name=name, labels=labels, value=float(sum(map(len, asked)))),
+            SimpleNamespace(name="vllm:else", labels={}, value=7.0),
+        ]
+
+    llm = SimpleNamespace(
+        generate=generate, get_metrics=counted,
+        llm_engine=SimpleNamespace(engine_core=SimpleNamespace(engine_core=core)),
+    )  # fmt: skip
+    return SimpleNamespace(LLM=lambda **engine: llm, SamplingParams=lambda **given: SimpleNamespace(**given))
+
+
+@pytest.mark.parametrize("connected", [False, True])
+def test_vllms_engine_reports_each_prompt_and_the_sum(monkeypatch: pytest.MonkeyPatch, connected: bool) -> None:
+    reports, asked = list[dict[str, Any]](), list[list[int]]()
+    connector = FakeConnector() if connected else None
+    job: dict[str, Any] = {"engine": {}, "prompts": [[1] * 32, [2] * 48], "tokens": 2, "margins": connected}
+    monkeypatch.setitem(sys.modules, "vllm", vllm_stand_in(connector, asked))
+    monkeypatch.setattr(vllm_engine, "read_job", lambda: (job, lambda **fields: reports.append(fields)))
+    vllm_engine.main()
+    assert [len(prompt) for prompt in asked] == [40, 32, 48, 0], "a warm-up, the prompts, the end"
+    ready, first, second, end = reports
+    assert "ready" in ready and end == {"computed": 80.0, "prompted": 80}
+    assert first["tokens"] == [5, 6] and first["cached"] == 16 and second["ttft_s"] == 0.25
+    assert first["margins"] == ([1.5, math.inf] if connected else [])
+    assert connector is None or connector.left == 0, "it stored what it had to, between two prompts"
+
+
+def test_vllms_engine_takes_prompts_in_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("[1, 2]\n[3]\n"))
+    assert list(vllm_engine._prompts({"prompts": None})) == [[1, 2], [3]], "until the input ends"
+    lines = io.StringIO("go\ngo\nmore\n")
+    monkeypatch.setattr("sys.stdin", lines)
+    assert list(vllm_engine._prompts({"prompts": [[1], [2]], "in_turn": True})) == [[1], [2]]
+    assert lines.read() == "more\n", "a line for each"
+    table: dict[str, Any] = {}
+    binding = SimpleNamespace(lib=SimpleNamespace(_fntab=table))
+    monkeypatch.setattr(vllm_engine, "import_module", {"llvmlite.binding.ffi": binding}.__getitem__)
+    monkeypatch.setattr(vllm_engine, "read_job", lambda: ({"engine": {"kv_transfer_config": "LMCache"}}, print))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace())
+    with pytest.raises(ImportError):
+        vllm_engine.main()
+    assert table == {"__dict__": {}}, "before vLLM was imported"
+
+
+class SGLangStandIn:
+    """The part of SGLang's engine that the benchmark uses. `tokens`: how many come."""
+
+    def __init__(self, tokens: int = 2) -> None:
+        self.tokens, self.asked, self.ended = tokens, list[int](), False
+
+    def generate(self, *, input_ids: list[int], sampling_params: Any, stream: bool = False, **_: Any) -> Any:
+        self.asked.append(len(input_ids))
+        if stream:
+            return iter([{"output_ids": [9] * self.tokens, "meta_info": {"cached_tokens": 16}}] * 2)
+        return {"meta_info": {"output_top_logprobs": [[[-0.5, 1], [-2.0, 2]], [[0.0, 1]]]}}
+
+    def shutdown(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("margins", [False, True])
+def test_sglangs_engine_reports_each_prompt_and_the_sum(monkeypatch: pytest.MonkeyPatch, margins: bool) -> None:
+    reports, engine = list[dict[str, Any]](), SGLangStandIn()
+    job = {"engine": {}, "prompts": [[1] * 32, [2] * 48], "tokens": 2, "margins": margins, "settle_s": 0.0}
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(Engine=lambda **given: engine))
+    monkeypatch.setattr(sglang_engine, "read_job", lambda: (job, lambda **fields: reports.append(fields)))
+    sglang_engine.main()
+    assert engine.asked == ([40, 32, 32, 48, 48] if margins else [40, 32, 48]) and engine.ended
+    assert reports[-1] == {"computed": 48, "prompted": 80}
+    assert reports[1]["tokens"] == [9, 9] and reports[2]["margins"] == ([1.5, math.inf] if margins else [])
+    engine.tokens = 1
+    with pytest.raises(RuntimeError, match="1 tokens came, 2 were asked for"):
+        sglang_engine.main()
+
+
+ENGINE = """import json, sys
+job = json.loads(sys.stdin.readline())
+print(json.dumps({"ready": 0.5}), flush=True)
+for number, prompt in enumerate(job["prompts"]):
+    print(json.dumps({"tokens": [1], "ttft_s": 0.1, "cpu_s": 0.2, "margins": [1.0]}), flush=True)
+print(json.dumps({"computed": 20, "prompted": 66}), flush=True)
+"""
+
+
+def test_what_an_engine_reports_is_its_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "engine.py"
+    script.write_text(ENGINE)
+    monkeypatch.setattr(peers, "_ENGINE", script)
+    done = list[tuple[str, int]]()
+    contest = Contest(tmp_path, [[1] * 33] * 2, 80, 64, tmp_path, progress=lambda *told: done.append(told))
+    found = peers.compare(contest, ["nothing"])
+    assert found["nothing"]["computed_prompt_tokens"] == 20 and found["nothing"]["wrong_requests"] == 0
+    assert done == [("oracle", 1), ("oracle", 2), ("nothing", 1), ("nothing", 2)]
+
+
+def test_an_engine_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "engine.py"
+    script.write_text("import time; time.sleep(99)")
+    monkeypatch.setattr(peers, "_ENGINE", script)
+    monkeypatch.setattr(contests, "START_S", 0.05)
+    monkeypatch.setattr(contests, "end_process", lambda process, grace_s: (process.kill(), process.wait()))
+    with pytest.raises(PeerFailed, match="did not answer for 0 s"):
+        peers.compare(Contest(tmp_path, [[1] * 33], 80, 64, tmp_path), ["nothing"])
+
+
+def test_kvtiers_variants_differ_only_in_when_they_load(tmp_path: Path) -> None:
+    contest = Contest(tmp_path, [[1] * 33], 80, 64, tmp_path)
+    told: dict[str, Any] = {}
+    for name in ("kvtier", *peers.VARIANTS):
+        with peers.transfer(contest, name, tmp_path) as more:
+            extra = more["kv_transfer_config"]["kv_connector_extra_config"]
+            told[name] = extra.get("recompute"), extra.get("in_step_bytes"), more["control"]
+    on, off = {"load": True}, {"load": False}
+    assert told == {
+        "kvtier": (None, None, on), "kvtier always": ("never", None, on), "kvtier between": ("never", 0, on),
+        "kvtier never": (None, None, off),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("works", [False, True])
+def test_lmcaches_server_is_waited_for(tmp_path: Path, works: bool) -> None:
+    program = tmp_path / "lmcache"
+    listens = "s = socket.create_server(('127.0.0.1', int(sys.argv[sys.argv.index('--port') + 1]))); time.sleep(99)"
+    program.write_text(
+        f"#!{sys.executable}\nimport socket, sys, time\n{listens if works else 'sys.exit(chr(110) * 3)'}\n"
+    )
+    program.chmod(0o700)
+    contest = Contest(tmp_path, [[1] * 33], 80, 64, tmp_path, lmcache=tmp_path / "python")
+    if works:
+        with peers.transfer(contest, "lmcache", tmp_path) as more:
+            transfer = more["kv_transfer_config"]
+            assert transfer["kv_connector"] == "LMCacheMPConnector" and "kv_connector_module_path" not in transfer
+    else:
+        with pytest.raises(PeerFailed, match="does not answer: nnn"), peers.transfer(contest, "lmcache", tmp_path):
+            pass

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvtier.bench.tiers import bucket, disk, encryption, objects
+from kvtier.bench.tiers import bucket, disk, encryption, large_store, objects
 from kvtier.cli import main
+from kvtier.cli.bench.tiers import RESTART_BLOCKS, _place
+from kvtier.config import Config
+from kvtier.errors import ConfigError
 
 pytest.importorskip("s3fs")
 
@@ -108,3 +112,47 @@ def test_what_cannot_be_measured_is_told_with_the_option(
     with pytest.raises(SystemExit) as done:
         main(["bench", "tiers", "--path", str(tmp_path), *words])
     assert done.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_a_restart_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A million blocks take minutes: what was measured of them is given here."""
+    monkeypatch.setenv("COLUMNS", "500")
+    figures = {
+        "blocks": 1000000, "open_s": 0.25, "first_hit_after_open_s": 0.002, "puts_per_s": {"alone": 9000.0},
+        "beside_verify_over_alone": 0.9, "index_bytes_per_block": 300.0, "index_bytes_written_per_lone_put": 12000.0,
+        "index_bytes_written_per_put_of_32": 900.0,
+        "turnover": {"blocks": 1000, "puts_per_s": 5000.0, "transaction_cpu_ms": {"p50": 1.0, "p99": 2.0, "max": 3.0},
+                     "index_bytes_written_per_put": 1000.0, "index_bytes_per_block": 310.0},
+    }  # fmt: skip
+    asked = list[int]()
+    one = {"gb_per_s": {"median": 1.0, "min": 1.0, "max": 1.0}, "cpu_s_per_gb": {"median": 0.1}}
+    speeds = dict.fromkeys(("raw_write", "synced_write", "put", "raw_read", "get"), one)
+    more = {"ratios": {}, "written_beside_gets_gb_per_s": {"median": 1.0}, "digest_cpu_s_per_gb": 0.1}
+    monkeypatch.setattr(disk, "measure", lambda folder, block, total, rounds: speeds | more)
+    monkeypatch.setattr(large_store, "measure", lambda folder, blocks: (asked.append(blocks), figures)[1])
+    with pytest.raises(SystemExit) as done:
+        main(["bench", "tiers", "--tier", "g3", "--restart", "--path", str(tmp_path)])
+    told = " ".join(capsys.readouterr().out.split())
+    assert not done.value.code and asked == [RESTART_BLOCKS], told
+    assert "restart with 1,000,000 blocks: open in 0.250 s, first block 2.0 ms later" in told
+    assert "1,000 blocks replaced at 5000 per second" in told
+
+
+def test_a_configured_bucket_is_measured_below_a_prefix_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = list[str]()
+
+    @contextmanager
+    def emptied(place: objects.ServerPlace) -> Iterator[objects.ServerPlace]:
+        yield place
+        places.append(place.url)
+
+    monkeypatch.setattr(objects, "emptied", emptied)
+    given = Config.parse({"tiers": {"g4": {"url": "s3://bucket/p/"}}}).tiers.g4
+    with _place(given) as place:
+        assert place.url.startswith("s3://bucket/p/kvtier-bench-")
+    assert places == [place.url], "it is emptied afterwards"
+    other = Config.parse({"tiers": {"g4": {"url": "file:///g4"}}}).tiers.g4
+    with pytest.raises(ConfigError, match="measures an s3:// URL"), _place(other):
+        pass

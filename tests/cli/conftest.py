@@ -20,6 +20,11 @@ class Ran:
     out: str
     err: str
 
+    @property
+    def told(self) -> str:
+        """The output without the line breaks and borders that a table or a narrow terminal puts into it."""
+        return " ".join(self.out.replace("│", " ").split())
+
     def json(self) -> Any:
         return json.loads(self.out)
 

@@ -122,3 +122,18 @@ def test_a_file_that_is_no_namespace_is_named(run: Run, tmp_path: Path, text: st
     ran = run("doctor", "--explain-namespace", tmp_path / "a.json", tmp_path / "a.json")
     assert ran.status == 2
     assert "a.json" in ran.err and ran.err.count("\n") == 1
+
+
+def test_check_shows_its_hints_to_a_reader(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.yaml"
+    file.write_text("tiers: {g2: {capacity: 1MiB}}")
+    assert "hint: neither g3 nor g4 is set" in run("config", "check", file).told
+    file.write_text(f"tiers: {{g2: {{capacity: 8MiB}}, g3: {{path: {tmp_path}/g3, capacity: 4MiB}}}}")
+    smaller, unbounded = run("config", "check", file, "--json").json()["hints"]
+    assert "cannot hold what RAM holds" in smaller and "write_rate" in unbounded
+
+
+def test_doctor_says_it_in_words_when_two_namespaces_are_one(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(sample_namespace().fields()))
+    ran = run("doctor", "--explain-namespace", tmp_path / "a.json", tmp_path / "a.json")
+    assert ran.status == 0 and "these two share blocks" in ran.out

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 import kvtier
-from kvtier.cli import machine, machine_checks
+from kvtier.cli import doctor_checks, machine, machine_checks
 from kvtier.cli.machine_checks import engine_findings, gpu_findings, store_findings
 from kvtier.config import Config
+from kvtier.kernels.memory import HugePages
 from kvtier.testing import sample_namespace
 from kvtier.tiers.disk.directory import users_of
 from kvtier.tiers.disk.owner import Owner
@@ -120,3 +121,59 @@ def test_process_limits_are_shown(tmp_path: Path) -> None:
         assert row[1] == "ok" and bool(row[3]) is (advised and "none reserved" in row[2])
     rows = {subject: detail for subject, _, detail, _ in machine_checks.process_findings()}
     assert str(Path("/proc/self/ns/pid").readlink()) in rows["pid namespace"] and rows["memlock"]
+
+
+def checked(check: Callable[[Config], Any], config: Config) -> dict[str, tuple[str, str]]:
+    return {row.subject: (row.level.name.lower(), row.detail) for row in check(config)}
+
+
+def test_a_machine_that_kvtier_is_not_made_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config.parse({})
+    monkeypatch.setattr("platform.release", lambda: "5.4.0-azure")
+    level, release = checked(doctor_checks._kernel, config)["kernel"]
+    assert level == "warn" and release == "5.4.0-azure"
+    monkeypatch.delattr("os.memfd_create")
+    level, found = checked(doctor_checks._kernel, config)["kernel"]
+    assert level == "fail" and "no memfd" in found
+    monkeypatch.setattr("sys.implementation", type("Other", (), {"name": "pypy"}))
+    level, found = checked(doctor_checks._python, config)["python"]
+    assert level == "warn" and found.startswith("pypy ")
+
+
+def test_a_disk_that_cannot_hold_the_store_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def level(capacity: str = "1MiB") -> str:
+        g3 = {"path": str(tmp_path / "g3"), "capacity": capacity, "write_rate": "1MiB/s"}
+        return checked(doctor_checks._disk, Config.parse({"tiers": {"g3": g3}}))[f"g3 {tmp_path}/g3"][0]
+
+    assert level() == "ok"
+    assert level("512PiB") == "fail", "more than is free"
+    monkeypatch.setattr(doctor_checks, "_takes_direct_io", lambda path: False)
+    assert level() == "warn"
+    for kind, expected in (("nfs4", "fail"), ("ext4", "warn")):
+        monkeypatch.setattr(doctor_checks, "file_system_of", lambda path, kind=kind: kind)
+        assert level() == expected, kind
+
+
+@pytest.mark.parametrize(
+    ("url", "installed", "level", "says"),
+    [
+        ("file:///nowhere/g4", True, "ok", "file:// through fsspec"),
+        ("s3://bucket/p", True, "ok", "s3:// with client obstore"),
+        ("s3://bucket/p", False, "fail", "no client for s3:// is installed"),
+    ],
+)
+def test_the_client_of_the_bucket_is_named(
+    monkeypatch: pytest.MonkeyPatch, url: str, installed: bool, level: str, says: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(doctor_checks, "findings", lambda g4: [("g4 asked", "ok", g4.url, "")])
+    monkeypatch.setattr(doctor_checks, "trust_findings", lambda config: [])
+    client = "obstore" if url.startswith("s3") else "auto"
+    found = checked(doctor_checks._objects, Config.parse({"tiers": {"g4": {"url": url, "client": client}}}))
+    assert found["g4"] == (level, says) and found["g4 asked"] == ("ok", url)
+    assert ("g4 scopes" in found) is url.startswith("s3"), "a secret is missing, and the store is shared"
+
+
+def test_reserved_huge_pages_are_told(tmp_path: Path) -> None:
+    row = machine_checks._huge_page_finding(HugePages(page_bytes=2 << 20, free=4), tmp_path)
+    assert row[1:3] == ("ok", "8MiB free; G2 takes them where it fits whole")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtier.cli import main
-from kvtier.cli.prompt_break import ADVICE, Break, PromptText, compare, read_prompt
+from kvtier.cli.prompt_break import ADVICE, Break, Part, PromptText, compare, read_prompt
 from kvtier.errors import InvalidRequest
 
 TOOLS: list[dict[str, Any]] = [
@@ -160,3 +161,37 @@ def test_a_file_without_end_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit) as ended:
         main(["explain", "/dev/zero", "/dev/zero"])
     assert ended.value.code == 2 and "at most 64 MiB" in capsys.readouterr().err
+
+
+def test_a_prompt_comes_from_standard_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "earlier").write_text(json.dumps(FULL))
+    later = io.TextIOWrapper(io.BytesIO(json.dumps({**FULL, "model": "n"}).encode()))
+    monkeypatch.setattr("sys.stdin", later)
+    with pytest.raises(SystemExit):
+        main(["explain", str(tmp_path / "earlier"), "-", "--json"])
+    assert json.loads(capsys.readouterr().out)["cause"] == "model"
+
+
+@pytest.mark.parametrize("content", [None, 7, {"text": "x"}])
+def test_content_of_another_kind_is_compared_as_it_is_written(content: Any) -> None:
+    left, right = body([SYSTEM, {"role": "user", "content": content}]), body([SYSTEM, {"role": "user", "content": "y"}])
+    assert broken(left, left).cause == "none"
+    assert broken(left, right).part == "messages[1] (user)"
+
+
+def test_a_prompt_that_is_no_object_is_a_text() -> None:
+    assert read_prompt('"just words"', "file").parts == (Part("prompt", '"just words"'),)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_tokenizer_that_is_none_is_named(tmp_path: Path, there: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("earlier", "later"):
+        (tmp_path / name).write_text(json.dumps(FULL))
+    if there:
+        (tmp_path / "checkpoint").mkdir()
+    words = [str(tmp_path / "earlier"), str(tmp_path / "later"), "--tokenizer", str(tmp_path / "checkpoint")]
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", *words])
+    assert ended.value.code == 2 and f"--tokenizer {tmp_path}/checkpoint" in capsys.readouterr().err

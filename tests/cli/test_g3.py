@@ -76,3 +76,28 @@ def test_a_capacity_without_a_unit_is_a_mistake_in_a_configuration_too() -> None
     """The next start would cut the store to it."""
     with pytest.raises(ConfigError, match=r"^tiers\.g3\.capacity: .*10GiB"):
         Config.parse({"tiers": {"g3": {"path": "kv", "capacity": 10}}})
+
+
+def test_what_is_found_is_shown_to_a_reader(run: Run, store: Path) -> None:
+    sound = run("g3", "doctor", store)
+    assert sound.status == 0 and "stopped reader" in sound.out and "remedy" in sound.out
+    foretold = run("g3", "gc", store, "--dry-run")
+    assert foretold.status == 0 and "nothing was changed" in foretold.out and str(BLOCKS) in foretold.out
+    assert "nothing was changed" not in run("g3", "gc", store).out
+    slab = next(file for file in sorted((store / "slab").iterdir()) if file.stat().st_size)
+    with slab.open("r+b") as file:
+        file.seek(100)
+        byte = file.read(1)
+        file.seek(100)
+        file.write(bytes([byte[0] ^ 1]))
+    found = run("g3", "verify", store)
+    damaged = run("g3", "verify", store, "--json").json()["damaged"]
+    assert found.status == 1 and len(damaged) == 1
+    assert damaged[0].split(":")[0] in "".join(found.out.split()), "which block it is"
+
+
+def test_a_long_run_shows_how_far_it_is(run: Run, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    shown = run("g3", "verify", store)
+    assert shown.status == 0 and f"{BLOCKS}/{BLOCKS}" in shown.err
+    assert run("g3", "verify", store, "--json").err == "", "a program reads this"

@@ -147,3 +147,11 @@ def test_a_path_of_the_user_holds_in_other_directories(
     run("init", "kv.yaml", "--path", "1e3")
     config = Config.load(tmp_path / "kv.yaml")
     assert config.tiers.g3 is not None and config.tiers.g3.path == (tmp_path / "1e3",)
+
+
+def test_a_machine_that_cannot_hold_it_is_told_and_fails(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.cli.doctor_checks.available_bytes", lambda: 1 << 20)
+    done = run("init", tmp_path / "kvtier.yaml")
+    assert done.status == 1 and "g2 wants" in done.told and (tmp_path / "kvtier.yaml").exists()

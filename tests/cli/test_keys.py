@@ -105,3 +105,32 @@ def test_without_encryption_it_says_what_is_missing(run: Callable[..., Any], tmp
     file.write_text(f"security: {{data_keys: {tmp_path}/keys}}\n")
     done = run("keys", "list", file)
     assert done.status == 2 and "key_file" in done.err
+
+
+def test_what_was_done_to_keys_is_told_in_words(run: Callable[..., Any], config: Path, tmp_path: Path) -> None:
+    assert served(config, "a", stored=True) == 4
+    done = run("keys", "rotate", config)
+    assert done.status == 0 and "0 data keys wrapped anew, 1 were already" in done.out
+    ring(tmp_path, [("66" * 8, "77" * 32, "active")])
+    (name,) = (row["name"] for row in run("keys", "list", config, "--json").json()["data_keys"])
+    failed = run("keys", "rotate", config)
+    assert failed.status == 1 and f"{name}: " in failed.told, "which one failed"
+    done = run("keys", "destroy", config, "--name", name, "--yes")
+    assert done.status == 0 and "1 data key(s) destroyed" in done.out
+
+
+def test_a_mistyped_folder_of_data_keys_is_named_and_not_made(
+    run: Callable[..., Any], config: Path, tmp_path: Path
+) -> None:
+    config.write_text(config.read_text().replace("data-keys", "data-keyz"))
+    done = run("keys", "list", config)
+    assert done.status == 2 and "data-keyz" in done.err and not (tmp_path / "data-keyz").exists()
+
+
+def test_a_key_that_is_destroyed_while_it_is_listed_is_said_to_be(
+    run: Callable[..., Any], config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert served(config, "a", stored=True) == 4
+    monkeypatch.setattr("kvtier.tiers.key_directory.KeyDirectory.read", lambda self, name: None)
+    (row,) = run("keys", "list", config, "--json").json()["data_keys"]
+    assert row["note"] == "destroyed just now" and row["created"] == ""

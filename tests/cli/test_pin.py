@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import kvtier
+from kvtier.cli.pin import TOKENS_BYTES_MAX
 from kvtier.testing import payloads_of, sample_namespace
 
 NS = sample_namespace(4096)
@@ -62,6 +63,8 @@ def test_a_pin_needs_a_tier_that_stays(run: Callable[..., Any], place: Path) -> 
     (place / "kvtier.yaml").write_text("tiers: {g2: {capacity: 4MiB}}\n")
     done = pin(run, place, "list")
     assert done.status == 2 and "tiers.g4" in done.err
+    done = pin(run, place, "create", "p", "--tokens", str(place / "prompt.json"), "--ttl", "1d")
+    assert done.status == 2 and "needs a tier that outlives the process" in done.err
 
 
 def test_a_running_cache_learns_of_it(run: Callable[..., Any], place: Path) -> None:
@@ -71,3 +74,23 @@ def test_a_running_cache_learns_of_it(run: Callable[..., Any], place: Path) -> N
         assert [(each.name, each.blocks) for each in cache.pins.list()] == [("p", 4)]
         assert cache.pins.delete("p")
     assert pin(run, place, "list").json()["pins"] == []
+
+
+def test_what_a_pin_does_is_told_in_words(run: Callable[..., Any], place: Path) -> None:
+    def told(command: str, *rest: object) -> tuple[int, str]:
+        ran = run("pin", command, place / "kvtier.yaml", *rest, "--namespace", place / "namespace.json")
+        return ran.status, ran.told
+
+    status, text = told("create", "system/v1", "--tokens", place / "prompt.json", "--ttl", "7d")
+    assert status == 0 and text.startswith("system/v1: 4 blocks until") and "0 of its 4 blocks are there now" in text
+    status, text = told("list")
+    assert status == 0 and "since" in text and "system/v1 4 64" in text
+    assert told("delete", "system/v1") == (0, "system/v1: deleted")
+    assert told("delete", "system/v1") == (1, "system/v1: there is no such pin")
+
+
+def test_a_prompt_file_has_a_bound(run: Callable[..., Any], place: Path) -> None:
+    with (place / "large").open("wb") as file:
+        file.truncate(TOKENS_BYTES_MAX + 1)
+    done = pin(run, place, "create", "p", "--tokens", str(place / "large"), "--ttl", "1d")
+    assert done.status == 2 and "is larger than" in done.err

@@ -90,6 +90,9 @@ def test_one_tenant_is_named_and_confirmed(
         assert "4 blocks in" in done.err
     assert purge(run, place, "--salt", "a", "--dry-run").json() == {"dry_run": True, "g3_blocks": 4}
     assert purge(run, place, "--salt", "unknown", "--dry-run").json()["g3_blocks"] == 0
+    words = ("purge", place / "kvtier.yaml", "--namespace", place / "namespace.json")
+    told = run(*words, "--salt", "a", "--dry-run")
+    assert told.status == 0 and "would delete 4 blocks" in told.told and "nothing was changed" in told.told
     assert matched(place, chains) == [4, 4]
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert purge(run, place, "--without-salt").json()["purged_blocks"] == 4
@@ -104,3 +107,15 @@ def test_without_the_directory_only_the_bucket_is_purged(run: Callable[..., Any]
     done = purge(run, place, "--salt", "a", "--yes")
     assert done.status == 0 and "only the bucket" in done.err and not (place / "elsewhere").exists()
     assert matched(place, chains) == [0]
+
+
+def test_a_purge_is_told_in_words(run: Callable[..., Any], place: Path) -> None:
+    stored(place, "a")
+    words = ("purge", place / "kvtier.yaml", "--namespace", place / "namespace.json", "--salt", "a", "--yes")
+    assert "4 blocks deleted; every block stored until now is a miss" in run(*words).told
+
+
+def test_a_bucket_that_is_no_directory_is_named(run: Callable[..., Any], place: Path) -> None:
+    configured(place, bucket=True)
+    done = purge(run, place, "--salt", "a", "--yes")
+    assert done.status == 2 and f"no directory {place}/g4" in done.err and not (place / "g4").exists()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvtier.cli import g4_checks
-from kvtier.cli.g4 import backstop
+from kvtier.cli.g4 import RULE, backstop, findings
 from kvtier.config import Config
+from kvtier.tiers.objects.bucket.conformance import ConformanceReport, Trait
 
 KEY = {"security": {"key": "5f" * 32}}
 
@@ -83,3 +87,92 @@ def test_a_rule_over_control_objects_fails(monkeypatch: pytest.MonkeyPatch, pref
 
 def test_the_printed_rules_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "g4 lifecycle" not in found(monkeypatch, config(**KEY), rules=backstop(config(**KEY)))
+
+
+def test_what_is_missing_for_keys_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(g4_checks.trust_findings(Config.parse({}))) == [], "there is no bucket"
+    monkeypatch.setattr(g4_checks, "_asker", lambda g4, bucket: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    rows = [(level, detail) for _, level, detail, _ in g4_checks.trust_findings(config(**KEY))]
+    assert rows[1:] == [("fail", "the cryptography package is missing")], "and the bucket is not asked"
+
+
+def test_a_bucket_that_may_not_be_asked_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(g4_checks, "_asker", lambda g4, bucket: lambda verb: None)
+    assert [subject for subject, *_ in g4_checks.trust_findings(config(**KEY))] == ["keys"]
+
+
+def test_verbs_are_asked_by_s3fs_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    g4 = config().tiers.g4
+    assert g4 is not None
+
+    class FileSystem:
+        def __init__(self, **options: Any) -> None: ...
+
+        def call_s3(self, verb: str, **named: str) -> dict[str, str]:
+            if verb == "forbidden":
+                raise PermissionError
+            return {"verb": verb, **named}
+
+    monkeypatch.setitem(sys.modules, "s3fs", SimpleNamespace(S3FileSystem=FileSystem))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    ask = g4_checks._asker(g4, "bucket")
+    assert ask is not None and ask("get_x") == {"verb": "get_x", "Bucket": "bucket"} and ask("forbidden") is None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert g4_checks._asker(g4, "bucket") is None
+
+
+RULES = [{"ID": "theirs"}, {"ID": f"{RULE}-units", "Expiration": {"Days": 1}}]
+
+
+class Bucket:
+    """A bucket's lifecycle rules, behind s3fs."""
+
+    def __init__(self, rules: list[dict[str, Any]] | None = None, refusal: str = "") -> None:
+        self.rules, self.refusal = rules, refusal
+
+    def __call__(self, **options: Any) -> Bucket:
+        return self
+
+    def call_s3(self, verb: str, **named: Any) -> dict[str, Any]:
+        if verb.startswith("get") and self.rules is None:
+            error = OSError("no rules")
+            error.response = {"Error": {"Code": self.refusal}}  # type: ignore[attr-defined]
+            raise error
+        if verb.startswith("put"):
+            self.rules = named["LifecycleConfiguration"]["Rules"]
+        return {"Rules": self.rules or []}
+
+
+@pytest.mark.parametrize("rules", [None, RULES])
+def test_rules_are_printed_or_put_beside_those_of_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Callable[..., Any], rules: list[dict[str, Any]] | None
+) -> None:
+    (file := tmp_path / "kvtier.yaml").write_text("tiers: {g4: {url: 's3://bucket/p'}}\n")
+    bucket = Bucket(rules, "NoSuchLifecycleConfiguration")
+    monkeypatch.setitem(sys.modules, "s3fs", SimpleNamespace(S3FileSystem=bucket))
+    printed = run("g4", "lifecycle", file)
+    assert printed.status == 0 and f'"{RULE}-units"' in printed.out and "not applied" in printed.out
+    assert bucket.rules == rules
+    applied = run("g4", "lifecycle", file, "--apply", "--json").json()
+    assert applied["applied"] and applied["Rules"] == backstop(Config.load(file))
+    assert bucket.rules == [*(RULES[:1] if rules else []), *applied["Rules"]]
+
+
+def test_rules_that_cannot_be_read_are_not_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run: Callable[..., Any]
+) -> None:
+    (file := tmp_path / "kvtier.yaml").write_text("tiers: {g4: {url: 's3://bucket/p'}}\n")
+    bucket = Bucket(None, "AccessDenied")
+    monkeypatch.setitem(sys.modules, "s3fs", SimpleNamespace(S3FileSystem=bucket))
+    failed = run("g4", "lifecycle", file, "--apply")
+    assert failed.status not in (0, 2) and "lifecycle" in failed.err and bucket.rules is None
+
+
+def test_a_server_that_cannot_renew_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = ConformanceReport((Trait("renewal in place", False, "a copy onto itself fails", needed=False),))
+    monkeypatch.setattr("kvtier.cli.g4.probe_bucket", lambda g4: report)
+    g4 = config().tiers.g4
+    assert g4 is not None
+    ((subject, level, _, advice),) = findings(g4)
+    assert (subject, level) == ("g4 renewal in place", "warn") and "first ttl only" in advice

@@ -134,3 +134,14 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(ConfigError, match="of this user"):
         config(key_file=str(path)).keyring()
+
+
+def test_a_key_document_of_another_form_is_named(tmp_path: Path) -> None:
+    (file := tmp_path / "keys.yaml").write_bytes(b" " * (key_file.FILE_BYTES_MAX + 1))
+    file.chmod(0o600)
+    with pytest.raises(ConfigError, match="has more than"):
+        Config.parse({"security": {"key_file": str(file)}}).keyring()
+    right = {"id": "11" * 8, "secret": "22" * 32, "state": "active"}
+    for row in ("text", {**right, "comment": "x"}):
+        with pytest.raises(ConfigError, match=r"keys\[0\]: must be a mapping of id, secret and state"):
+            key_file.parse_keys({"version": 1, "name_key": "33" * 32, "keys": [row]}, "here")

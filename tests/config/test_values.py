@@ -151,3 +151,18 @@ def test_measurements_go_to_the_users_cache_folder() -> None:
     assert cache_folder({"HOME": "/people/u", "XDG_CACHE_HOME": "/caches"}) == Path("/caches/kvtier")
     assert cache_folder({"HOME": "/people/u", "XDG_CACHE_HOME": "relative"}) == Path("/people/u/.cache/kvtier")
     assert cache_folder({}) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"retention": {"classes": {"brief": {"ttl": "0s"}}}}, "out of range"),
+        ({"retention": {"classes": {"brief": {"ttl": "4000d"}}}}, "at most 10 years"),
+        ({"tiers": {"g3": {"path": ["/a", "/a/"], "capacity": "1GiB"}}}, "the same directory is listed twice"),
+        ({"retention": {"classes": {"a b": {"ttl": "1h"}}}}, "is not a name of 1"),
+        ({"retention": {"classes": {f"c{number}": {"ttl": "1h"} for number in range(1000)}}}, "at most"),
+    ],
+)
+def test_a_value_out_of_its_range_is_named(given: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Config.parse(given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import Any
 
 import pytest
@@ -26,3 +27,13 @@ def test_objects_that_refer_to_each_other_have_a_text() -> None:
     one, two = Part(), Part()
     one.other, two.other = two, [one]
     assert described({"section": {"part": one}}, ()) == described({"section": {"part": one}}, ())
+
+
+def test_values_of_all_kinds_have_a_text_that_is_the_same_everywhere() -> None:
+    class Kind(enum.Enum):
+        PLAIN = 1
+
+    one = described({"section": {"kind": Kind.PLAIN, "raw": b"\x01\xff", "some": {"b", "a", "c"}}}, ())
+    again = described({"section": {"kind": Kind.PLAIN, "raw": bytearray(b"\x01\xff"), "some": frozenset("cab")}}, ())
+    assert one == again and "Kind.PLAIN" in str(one) and "01ff" in str(one)
+    assert described({"section": {"some": {"a", "b"}}}, ()) != described({"section": {"some": {"a"}}}, ())

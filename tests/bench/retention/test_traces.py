@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvtier.bench.retention.recording import write_trace
 from kvtier.bench.retention.traces import load_trace
 from kvtier.cli import main
 from kvtier.errors import ConfigError, InvalidRequest
@@ -346,3 +347,61 @@ def test_a_trace_is_converted_and_read_as_the_same(tmp_path: Path, to: str, caps
     with pytest.raises(SystemExit) as ended:
         main(["trace", "convert", str(source), "--out", str(out)])
     assert ended.value.code == 2 and "is there already" in capsys.readouterr().err
+
+
+SESSION_BAD = [
+    ([], "a.json: requests: expected a session"),
+    (SESSION | {"requests": 7}, "a.json: requests: expected a session"),
+    (SESSION | {"block_size": 0}, "a.json: block_size: expected at least 1"),
+    (SESSION | {"requests": [7]}, r"a.json: requests\[0\]: expected a request, got int"),
+]
+
+
+@pytest.mark.parametrize(("session", "message"), SESSION_BAD)
+def test_a_bad_session_is_named(tmp_path: Path, session: Any, message: str) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(session))
+    with pytest.raises(InvalidRequest, match=message):
+        load_trace(tmp_path / "a.json")
+
+
+def test_sessions_of_two_sizes_of_blocks_are_no_trace(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(SESSION))
+    (tmp_path / "b.json").write_text(json.dumps(SESSION | {"block_size": 2 * SESSION["block_size"]}))
+    with pytest.raises(InvalidRequest, match=r"b\.json: block_size: 128, the other sessions have 64"):
+        load_trace(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"chat_id": 1, "parent_chat_id": "x", "timestamp": 0, "input_length": 16, "output_length": 1, "hash_ids": [1],
+          "turn": 1, "type": "text"}, "parent_chat_id: expected an integer, got 'x'"),
+        ({"prompt": 7}, r"expected prompt \(text\) or tokens"),
+    ],
+)  # fmt: skip
+def test_a_bad_line_of_another_format_is_named(tmp_path: Path, line: Any, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        load_trace(lines(tmp_path / "m.jsonl", [line]))
+
+
+def test_only_the_first_requests_of_a_trace(tmp_path: Path) -> None:
+    file = lines(tmp_path / "m.jsonl", MOONCAKE)
+    whole, first = load_trace(file), load_trace(file, limit=1)
+    assert len(whole.requests) > 1 and len(first.requests) == 1
+    assert first.unique == len(set(first.requests[0].blocks)) < whole.unique
+    assert load_trace(file, limit=99) == whole
+
+
+def test_a_trace_of_kvtiers_own_with_blocks_of_nothing_is_refused(tmp_path: Path) -> None:
+    whole = load_trace(lines(tmp_path / "m.jsonl", MOONCAKE))
+    own = tmp_path / "own.jsonl"
+    with own.open("w", encoding="utf-8") as file:
+        write_trace(whole, file)
+    assert load_trace(own).unique == whole.unique
+    header, _, rest = own.read_text().partition("\n")
+    own.write_text(json.dumps(json.loads(header) | {"block_tokens": 0}) + "\n" + rest)
+    with pytest.raises(InvalidRequest, match="block_tokens: expected at least 1, got 0"):
+        load_trace(own)
+    own.write_text(header + "\n")
+    with pytest.raises(InvalidRequest, match="a trace without requests"):
+        load_trace(own)

@@ -15,6 +15,7 @@ import pytest
 from kvtier.bench.retention.capacity import Rates, plan_capacity
 from kvtier.bench.retention.charts import LABELS_MAX, line, nice, ranges, stacked
 from kvtier.bench.retention.curves import CapacityCurve, Reuse
+from kvtier.bench.retention.plots import draw_policies
 from kvtier.bench.retention.report import render, write_report
 from kvtier.bench.retention.shapes import SHAPES, CacheShape, shape_of
 from kvtier.bench.retention.simulate import TierLevel, simulate_stack
@@ -258,3 +259,22 @@ def test_a_checkpoint_that_says_nothing_is_refused(tmp_path: Path, text: str) ->
 def test_labels_below_an_axis_do_not_touch(columns: int) -> None:
     drawn = stacked([(f"{hour}.5", {"left": 100.0}) for hour in range(columns)], "hours")
     assert min(columns, LABELS_MAX // 2) <= len(re.findall(r">\d+\.5</text>", drawn)) <= LABELS_MAX
+
+
+def test_policies_are_drawn_over_capacities(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    names = ("lru", "gapduel", "arc", "s3fifo", "lru + 60 s·log2 f", "lru + 300 s·log2 f", "ceiling")
+    rows = {str(size): dict.fromkeys(names, float(size)) for size in (1, 5, 10, 50)}
+    few = {size: rows[size] for size in ("1", "5")}
+    found = {name: {"percent_of_footprint": rows} for name in ("one", "two", "three")}
+    draw_policies({**found, "too few": {"percent_of_footprint": few}}, tmp_path / "new" / "policies.svg")
+    drawn = (tmp_path / "new" / "policies.svg").read_text()
+    assert len(set(re.findall(r'id="axes_\d+"', drawn))) == 3, "a panel for each trace with enough sizes"
+
+
+def test_a_model_without_kv_is_refused(tmp_path: Path) -> None:
+    (file := tmp_path / "config.json").write_text(
+        '{"num_hidden_layers": 0, "num_attention_heads": 2, "hidden_size": 8, "dtype": "float16"}'
+    )
+    with pytest.raises(InvalidRequest, match="describes 0 bytes of KV per token"):
+        shape_of(str(file))

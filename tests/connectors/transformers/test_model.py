@@ -9,7 +9,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvtier.connectors.transformers.model import KVShape, namespace_of  # noqa: E402  (the tests need torch)
+from kvtier.connectors.transformers.model import (  # noqa: E402  (the tests need torch)
+    KVShape,
+    namespace_of,
+    probe,
+    weights_of,
+)
+from kvtier.errors import IdentityError, InvalidRequest  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -49,3 +55,33 @@ def test_the_module_needs_no_torch() -> None:
 
     code = "import sys, kvtier.connectors.transformers.model; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60).returncode == 0
+
+
+def test_models_that_no_prefix_of_is_final_are_refused(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(model.config, "is_encoder_decoder", True)
+        with pytest.raises(InvalidRequest, match="only decoders are cached"):
+            probe(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(model.config, "use_bidirectional_attention", True, raising=False)
+        with pytest.raises(InvalidRequest, match="tokens attend to later ones"):
+            probe(model)
+    shape = probe(model)
+    monkeypatch.setattr(model.config, "_attn_implementation_internal", None)
+    with pytest.raises(IdentityError, match="set attn_implementation"):
+        namespace_of(model, shape, 16)
+
+
+def test_large_weights_are_sampled_and_adapters_told_apart(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = weights_of(model)
+    monkeypatch.setattr(model, "peft_config", {}, raising=False)
+    named = set()
+    for active in (["a"], ["b"], lambda: ["c"]):
+        monkeypatch.setattr(model, "active_adapters", active, raising=False)
+        named.add(weights_of(model))
+    assert len(named | {whole}) == 4
+    monkeypatch.setattr("kvtier.connectors.transformers.model._WHOLE_MODEL_BYTES", 0)
+    monkeypatch.setattr("kvtier.connectors.transformers.model._SAMPLE_BYTES", 64)
+    sampled = weights_of(model)
+    assert sampled.startswith("live-s1:") and weights_of(model) == sampled
+    assert weights_of(model, "full").startswith("live:"), "all of them were asked for"

@@ -17,6 +17,7 @@ if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import RequestStatus
 
+from kvtier.connectors.vllm import compat
 from tests.connectors.vllm.support.modelless import Modelless, Wrong
 
 Make = Callable[..., Modelless]
@@ -355,3 +356,117 @@ def test_a_storm_would_notice_wrong_windows(make: Make) -> None:
         warm(engine, prompt(7, 60))
     del windows._hold
     engine.scheduler.running.clear()
+
+
+def test_a_boundary_that_the_engine_has_no_blocks_for_is_computed(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine gave a window no block, or another boundary was found: nothing is copied into what is another's."""
+    engine = make([(20, 2)])
+    asked = prompt(3, 64)
+    engine.add(asked)
+    engine.run()
+    table_of = compat.table_of
+    for fault in ("no block", "other boundary"):
+        with monkeypatch.context() as patch:
+            if fault == "no block":
+                patch.setattr(compat, "table_of", lambda blocks, group=0: [0 for _ in table_of(blocks, group)])
+            else:
+                patch.setattr(engine.half, "_pin", without_windows(engine.half._pin))
+            assert warm(engine, asked) == 0, fault
+    assert caplog.text.count("a load is refused") == 2
+    assert warm(engine, asked) == 56, "the control"
+    engine.check()
+
+
+def without_windows(pin: Any) -> Any:
+    """`_pin`, which finds the full group's blocks, and not the windows'."""
+
+    def broken(manager: Any, state: Any, start: int, usable: int) -> Any:
+        lease = pin(manager, state, start, usable)
+        if state.also is not None:
+            state.also.release()
+            state.also = None
+        return lease
+
+    return broken
+
+
+def test_a_request_that_the_connector_did_not_take_in_is_computed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make([(20, 2)])
+    asked = prompt(4, 64)
+    engine.add(asked)
+    engine.run()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.half, "arrive", lambda request: 1 // 0)
+        patch.setattr(engine.half, "match", lambda request, computed: (0, False))
+        assert warm(engine, asked) == 0
+    assert warm(engine, asked) == 56
+    engine.check()
+
+
+def test_a_prefetch_asks_a_lower_tier_only_for_what_it_lacks_and_wants(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = {"g2": {"capacity": "2MiB"}, "g3": {"path": str(tmp_path / "g3"), "capacity": "16MiB"}}
+    engine = make([(20, 2)], connector={"kvtier_config": {"tiers": tiers}})
+    asked, promoted = prompt(5, 64), list[object]()
+    engine.add(asked)
+    engine.run()
+    submit = engine.cache.submit
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.cache, "submit", lambda work, *more: (promoted.append(work), submit(work, *more))[1])
+        assert warm(engine, asked) == 56 and not promoted, "all of it is in G2"
+        engine.cache.flush(10)
+        engine.cache.evict("g2")
+        with monkeypatch.context() as dear:
+            dear.setattr(engine.half._weighing, "asks", lambda state, blocks: False)
+            assert warm(engine, asked) == 0 and not promoted, "it is computed sooner"
+        engine.cache.evict("g2")
+        assert warm(engine, asked) == 56 and promoted
+    engine.check()
+
+
+def test_a_rank_that_leaves_a_boundarys_copy_unanswered_stops_them(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its slots go to quarantine until it answers after all, and the engine has its blocks back at once."""
+    engine = make([(20, 2)])
+    half, stores = engine.half, engine.half._boundaries
+    engine.add(prompt(6, 64))
+    answers = dict[int, tuple[int, set[int]]]()
+    answer = stores.answer
+    monkeypatch.setattr(stores, "answer", lambda held, job, ranks, failed: job in stores._copying and (
+        answers.update({job: (ranks, failed)}) or True))  # fmt: skip
+    while not answers:
+        engine.step()
+    copying = len(stores)
+    now = [half._clock.monotonic()]
+    stores.abort_overdue(half._held, now[0])
+    assert not stores.stopped, "it is not overdue"
+    for _ in range(2):
+        stores.abort_overdue(half._held, now[0] + half._limits.ack_timeout_s + 1)
+    assert stores.stopped and half.counters["copies_abandoned"] > 0
+    assert caplog.text.count("has not answered a copy") == 1
+    assert engine.cache.stats()["g2"]["quarantined"] == half.counters["copies_abandoned"]
+    monkeypatch.undo()
+    for job, (ranks, failed) in answers.items():
+        assert answer(half._held, job, ranks, failed)
+    assert copying and not len(stores) and engine.cache.stats()["g2"]["quarantined"] == 0
+    engine.run()
+    engine.check()
+
+
+def test_new_weights_give_back_what_is_being_copied(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make([(20, 2)])
+    half, stores = engine.half, engine.half._boundaries
+    engine.add(prompt(7, 64))
+    monkeypatch.setattr(stores, "answer", lambda held, job, ranks, failed: job in stores._copying)
+    while not len(stores):
+        engine.step()
+    lent = engine.pool.get_num_free_blocks()
+    assert half.reset() and not len(stores)
+    assert engine.pool.get_num_free_blocks() > lent, "the engine has its blocks back"
+    monkeypatch.undo()
+    engine.run()
+    engine.check()

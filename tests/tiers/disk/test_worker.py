@@ -20,14 +20,15 @@ import pytest
 import kvtier
 from kvtier.clock import SystemClock
 from kvtier.errors import ClosedError, ConfigError, FormatError, TierError
-from kvtier.identity.keys import BlockKey
+from kvtier.identity.keys import BlockKey, Scope
 from kvtier.identity.namespace import Namespace
 from kvtier.manager.build import lower_tiers
 from kvtier.retention.terms import BUILTIN
 from kvtier.testing import VirtualClock, chain_of, check_tier, payload_of, payloads_of, sample_namespace, seal
 from kvtier.tiers.disk.tier import DiskTier
-from kvtier.tiers.disk.worker import client, process, protocol
+from kvtier.tiers.disk.worker import client, given_keys, process, protocol
 from kvtier.tiers.disk.worker.client import DiskWorkerClient
+from kvtier.tiers.disk.worker.protocol import GivenKey
 from kvtier.tiers.disk.worker.shared_arena import SharedArena
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.protocol import Describing, Miss, Notebook, Resizable, Retaining, Stored, Target, Tier
@@ -486,3 +487,14 @@ async def test_a_close_that_is_cancelled_leaves_no_process(tmp_path: Path) -> No
             closing.cancel()
             await asyncio.wait([closing])
             await until(lambda running=running: running.poll() is not None)  # type: ignore[misc]
+
+
+def test_keys_are_those_that_came_with_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(given_keys, "KEYS_MAX", 2)
+    keys, scopes = given_keys.GivenKeys(), [Scope(bytes([number]) * 16) for number in range(3)]
+    keys.give([GivenKey(scope, bytes(32), 1.0) for scope in scopes])
+    assert keys.peek(scopes[0]) is Miss.NO_KEY, "others came"
+    assert keys.obtain(scopes[2]).created == 1.0
+    keys.give([GivenKey(scopes[2], b"", 0.0)])
+    with pytest.raises(TierError, match="without its tenant's key"):
+        keys.obtain(scopes[2])

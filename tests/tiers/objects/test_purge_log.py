@@ -11,6 +11,7 @@ from kvtier.identity.keys import Scope, scope_of, tenant_of
 from kvtier.retention.marks import mark_below, number_of
 from kvtier.testing import chain_of
 from kvtier.tiers.objects import purge_log
+from kvtier.tiers.objects.bucket.protocol import Stat
 from kvtier.tiers.objects.purge_log import LogBroken
 from kvtier.tiers.protocol import Miss
 from tests.tiers.objects.support.virtual_bucket import NS, Replica, VirtualServer
@@ -275,3 +276,35 @@ async def test_a_purge_that_looks_like_an_earlier_one_covers_what_was_written_be
     await one.store.refresh()
     assert len(log_names(server)) == 2
     assert await miss(one, chain) is Miss.PURGED and await miss(two, chain) is Miss.PURGED
+
+
+async def test_an_entry_that_cannot_be_one_is_not_read() -> None:
+    server = VirtualServer()
+    one, two = Replica(server), Replica(server, seed=1)
+    await one.store.purges.append(A)
+    (name,) = log_names(server)
+    server.objects[name].data = bytes(purge_log.ENTRY_BYTES_MAX + 1)
+    with pytest.raises(LogBroken, match=r"has .* bytes"):
+        await two.store.refresh()
+
+
+async def test_an_entry_that_is_taken_and_gone_or_always_anothers_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Replica(VirtualServer())
+
+    async def taken(*_: object) -> None:
+        return None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.store.bucket, "create", taken)
+        with pytest.raises(LogBroken, match="is taken, and gone"):
+            await one.store.purges.append(A)
+        there = Stat("x", 1)
+
+        async def head(*_: object) -> Stat:
+            return there
+
+        patch.setattr(one.store.bucket, "head", head)
+        patch.setattr(one.store.purges, "_read", taken)
+        with pytest.raises(TierError, match="others were faster"):
+            await one.store.purges.append(A)
+    assert await one.store.purges.append(A) == 1

@@ -140,6 +140,8 @@ def main() -> None:
 
     import sglang
 
+    if "COVERAGE_PROCESS_CONFIG" in os.environ:
+        let_them_save()
     engine = sglang.Engine(**{**DEFAULTS, **json.loads(sys.argv[1])})
     say("ready")
     for line in orders:
@@ -149,6 +151,23 @@ def main() -> None:
         except Exception as error:
             say({"error": f"{type(error).__name__}: {error}"})
     engine.shutdown()
+
+
+def let_them_save(seconds: float = 20) -> None:
+    """SGLang kills its processes outright, and one that measures coverage writes its figures when it ends: SIGTERM."""
+    import psutil
+    from sglang.srt.entrypoints import engine
+
+    killed = engine.kill_process_tree
+
+    def ended(*args: Any, **named: Any) -> None:
+        children = psutil.Process().children(recursive=True)
+        for child in children:
+            child.terminate()
+        psutil.wait_procs(children, timeout=seconds)
+        killed(*args, **named)
+
+    engine.kill_process_tree = ended
 
 
 if __name__ == "__main__":
