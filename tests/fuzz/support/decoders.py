@@ -523,7 +523,7 @@ ELSEWHERE = {
     "cli.trace_socket": "a namespace from a cache of the same user: what is no JSON object is an error that says so",
     "connectors.sglang.events": "keys of its own",
     "connectors.sglang.hicache": "hashes that SGLang hands over in its process",
-    "connectors.sglang.linker": "hashes that SGLang hands over in its process",
+    "connectors.sglang.offloads": "hashes that SGLang hands over in its process",
     "connectors.sglang.page_names": "hashes of its own",
     "connectors.sglang.requests": "hashes that SGLang hands over in its process",
     "connectors.transformers.chains": "memory of its own",
