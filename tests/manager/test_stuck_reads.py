@@ -48,6 +48,17 @@ def soon_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.manager.given_up.STUCK_S", 0.1)
 
 
+async def leave_stuck(cache: kvtier.AsyncCache, tier: Stuck, chain: list[BlockKey]) -> None:
+    """Put a chain, and give a read of it up that does not end; it counts as stuck."""
+    await cache.put(chain, payloads_of(chain, BLOCK))
+    await cache.flush()
+    await cache.evict("g2")
+    tier.gate.clear()
+    async with cache.get(chain, 0.05) as hit:
+        assert hit.miss == "late"
+    await asyncio.sleep(0.15)
+
+
 @pytest.mark.usefixtures("soon_stuck")
 async def test_a_block_whose_read_is_stuck_comes_from_the_next_tier() -> None:
     """Its slot stays the read's, which may write to it at any time; what it brings is of no use any more."""
@@ -55,13 +66,7 @@ async def test_a_block_whose_read_is_stuck_comes_from_the_next_tier() -> None:
     tier = Stuck(clock)
     tiers = [tier, MemoryTier(NS, clock, name="g4", depth=Depth.G4)]
     async with kvtier.aopen(CONFIG, NS, clock=clock, tiers=tiers) as cache:
-        await cache.put(chain, payloads_of(chain, BLOCK))
-        await cache.flush()
-        await cache.evict("g2")
-        tier.gate.clear()
-        async with cache.get(chain, 0.05) as hit:
-            assert hit.miss == "late"
-        await asyncio.sleep(0.15)
+        await leave_stuck(cache, tier, chain)
         assert cache.stats()["g3"]["health"] == "well", "few blocks do not clog it"
         async with cache.get(chain, 20) as hit:
             assert [bytes(block) for block in hit.blocks] == payloads_of(chain, BLOCK) and set(hit.tiers) == {"g4"}
@@ -82,13 +87,7 @@ async def test_nobody_waits_long_for_a_read_that_is_stuck() -> None:
     clock, chain = SystemClock(), chain_of(NS, 4)
     tier = Stuck(clock, scribbles=False)
     async with kvtier.aopen(CONFIG, NS, clock=clock, tiers=[tier]) as cache:
-        await cache.put(chain, payloads_of(chain, BLOCK))
-        await cache.flush()
-        await cache.evict("g2")
-        tier.gate.clear()
-        async with cache.get(chain, 0.05) as hit:
-            assert hit.miss == "late"
-        await asyncio.sleep(0.15)
+        await leave_stuck(cache, tier, chain)
         async with asyncio.timeout(10), cache.get(chain, 100) as hit:
             assert len(hit.blocks) == 0 and hit.miss == "pending"
         tier.gate.set()
@@ -104,13 +103,7 @@ async def test_a_block_whose_read_is_stuck_can_be_put() -> None:
     clock, chain = SystemClock(), chain_of(NS, 4)
     tier = Stuck(clock)
     async with kvtier.aopen(CONFIG, NS, clock=clock, tiers=[tier]) as cache:
-        await cache.put(chain, payloads_of(chain, BLOCK))
-        await cache.flush()
-        await cache.evict("g2")
-        tier.gate.clear()
-        async with cache.get(chain, 0.05) as hit:
-            assert hit.miss == "late"
-        await asyncio.sleep(0.15)
+        await leave_stuck(cache, tier, chain)
         assert not any(map(cache.manager.holds, chain)), "an engine would not store it"
         await cache.put(chain, payloads_of(chain, BLOCK))
         async with cache.get(chain, 20) as hit:
@@ -130,13 +123,7 @@ async def test_a_tier_is_not_asked_again_for_a_block_that_it_is_stuck_with() -> 
     clock, chain = SystemClock(), chain_of(NS, 2)
     tier = Stuck(clock)
     async with kvtier.aopen(CONFIG, NS, clock=clock, tiers=[tier]) as cache:
-        await cache.put(chain, payloads_of(chain, BLOCK))
-        await cache.flush()
-        await cache.evict("g2")
-        tier.gate.clear()
-        async with cache.get(chain, 0.05) as hit:
-            assert hit.miss == "late"
-        await asyncio.sleep(0.15)
+        await leave_stuck(cache, tier, chain)
         for _ in range(2):
             async with asyncio.timeout(10):
                 found = await cache.manager.promoter.load(chain, {"g3": [0, 1]}, Mono(clock.monotonic() + 100))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.connectors.sglang.support.answers import alike
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(600)  # the first of them starts the engine
 
@@ -39,12 +40,7 @@ def _whole(engine: Any) -> Iterator[None]:
     yield
     engine.steer()
     engine.host.flush()
-    for _ in range(150):
-        held = engine.order("check")
-        if set(held.values()) == {0}:
-            break
-        time.sleep(0.2)
-    assert set(held.values()) == {0}, held
+    assert eventually(lambda: not any(engine.order("check").values())), engine.order("check")
 
 
 def test_tokens_after_a_flush_are_those_of_the_engines_own_hit(engine: Any, prompt: Any) -> None:

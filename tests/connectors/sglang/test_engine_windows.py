@@ -4,7 +4,6 @@ boundary of both pools, as the engine's own prefix cache gives it back, or not a
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tests.connectors.sglang.support.boundaries import (
     right_of,
     whole,
 )
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.timeout(600)  # the first of them starts the engine
 
@@ -48,12 +48,7 @@ def _whole(engine: Any) -> Iterator[None]:
     yield
     engine.steer()
     engine.host.flush()
-    for _ in range(40):
-        held = engine.order("check")
-        if set(held.values()) == {0}:
-            break
-        time.sleep(0.2)
-    assert set(held.values()) == {0}, held
+    assert eventually(lambda: not any(engine.order("check").values())), engine.order("check")
 
 
 def test_the_engine_keeps_its_windows_in_a_pool_of_their_own(engine: Any) -> None:
