@@ -114,8 +114,9 @@ class Entries:
 
     def update(self, name: bytes, entry: Entry, life: Lifetime, rank: int) -> None:
         """A new life, and `rank` if that is higher."""
-        self._order.use(entry.order_key())
-        self._shares.removed(name, entry.order_key())
+        key = entry.order_key()
+        self._order.use(key)
+        self._shares.removed(name, key)
         self._put(name, entry._replace(rank=max(entry.rank, rank), life=life))
 
     def remove(self, name: bytes, entry: Entry) -> None:
@@ -133,8 +134,7 @@ class Entries:
 
     def _put(self, name: bytes, entry: Entry) -> None:
         self._txn.put(self._layout.key(name), self._layout.encode(name, entry))
-        self._order.add(name, entry)
-        self._shares.placed(name, entry.order_key())
+        self._shares.placed(name, self._order.add(name, entry))
         self._ranks[name] = entry.rank
 
     def remove_unreadable(self, name: bytes, row: bytes) -> FreeSlot:

@@ -94,14 +94,15 @@ class EvictionOrder:
         self.cut_short = False
         """Whether a search for a slot ended though there may be one: the next transaction goes on with it."""
 
-    def add(self, name: bytes, entry: Entry) -> None:
-        """The block's row, by its rank and depth."""
+    def add(self, name: bytes, entry: Entry) -> bytes:
+        """The block's row, by its rank and depth. Returns its key."""
         key = entry.order_key()
         self._txn.put(key, self._layout.written(name))
         self._floors.lower_to(key, scope_in(name))
         self._worths.placed(entry.slot_class, tick_in(entry.rank))
         if entry.slot_class != self._only:
             self._only = None
+        return key
 
     def remove(self, key: bytes) -> None:
         """Delete a row."""

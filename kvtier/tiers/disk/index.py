@@ -104,6 +104,7 @@ class Index:
         self.on_damage: Callable[[Exception], None] = lambda error: None
         """Called, on any thread, when a reader meets records of which nothing can be made."""
         self.debt = Debt()
+        self._boot_offset_s = boot_offset_ns() / 1e9  # of this process, for good
         self.purges = PurgeLog(path.parent / "PURGES")
 
     @classmethod
@@ -343,7 +344,7 @@ class Index:
         A transaction pays for its own commit, as much as the last one wrote: nobody pays later for a process that is
         killed. The difference is owed, or paid back, with the next.
         """
-        return self.debt.allowance(per_day, self.owner.boot, now_s - boot_offset_ns() / 1e9)
+        return self.debt.allowance(per_day, self.owner.boot, now_s - self._boot_offset_s)
 
     def transact(
         self,

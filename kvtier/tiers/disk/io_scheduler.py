@@ -1,4 +1,4 @@
-"""Threads that do block I/O: reads before writes, a bounded number of each.
+"""Threads that do block I/O: reads before syncs, syncs before writes, a bounded number of each.
 
 A device finishes the requests it has before later ones, so a read waits for all writes in flight. While reads are
 active, and for NEAR_S after the last, at most one write begins at a time, and writes go in smaller pieces: reads wait
@@ -92,6 +92,11 @@ class IOScheduler:
         """Like `read`, after all reads."""
         return self._submit(self._writes, jobs)
 
+    def sync(self, work: Work) -> None:
+        """Run `work` before all writes that wait: the writes that it makes durable are done, and behind those of other
+        batches they would be published as late as those. Counts as a write; never blocks."""
+        self._submit(self._writes, [work], first=True)
+
     def when_idle(self, step: Callable[[], bool]) -> None:
         """Call `step` repeatedly while nothing is to be read or written, until it returns False or raises. Replaces an
         earlier one."""
@@ -100,11 +105,13 @@ class IOScheduler:
             self._start(1)
             self._lock.notify()
 
-    def _submit(self, queue: deque[IOBatch], jobs: Sequence[Work]) -> IOBatch:
+    def _submit(self, queue: deque[IOBatch], jobs: Sequence[Work], *, first: bool = False) -> IOBatch:
         batch = IOBatch(jobs, self._cancel)
         with self._lock:
             self._start(len(jobs))
-            if jobs:
+            if first:
+                queue.appendleft(batch)
+            elif jobs:
                 queue.append(batch)
             self._lock.notify(len(jobs))
         return batch

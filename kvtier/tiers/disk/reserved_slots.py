@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 
 from kvtier.tiers.disk.records import SlotReservation
 
 RETURNED_PER_COMMIT_MAX = 32
+_PLACE = attrgetter("segment", "slot")
 
 
 class ReservedSlots:
@@ -67,10 +69,10 @@ class ReservedSlots:
         reserved, nor is a head colder than its tail.
         """
         with self._lock:
-            fit = sorted((r for r in self._held if r.slot_class == slot_cls), key=lambda r: (r.segment, r.slot))
+            fit = sorted((one for one in self._held if one.slot_class == slot_cls), key=_PLACE)
             taken = fit[:count] if len(fit) >= count else []
-            serials = {one.serial for one in taken}
-            self._held = [one for one in self._held if one.serial not in serials]
+            if taken:
+                self._held = [one for one in self._held if one.slot_class != slot_cls] + fit[count:]
         return [one._replace(tick=tick) for one in taken]
 
     def give_back(self, reservations: Sequence[SlotReservation], *, unused: bool = False) -> None:

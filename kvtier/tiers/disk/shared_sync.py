@@ -53,7 +53,7 @@ class SharedSyncs:
                 return future
             self._busy.add(segment)
         try:
-            self._store.io.write([lambda: self._run(segment)])
+            self._store.io.sync(lambda: self._run(segment))
         except TierError as error:  # no thread can be started
             while found := self._next(segment):
                 _end(found, error)

@@ -76,6 +76,24 @@ async def test_a_bounded_number_of_writes_runs_and_reads_go_before_those_that_wa
     assert jobs.most_writes == WRITERS
 
 
+async def test_a_sync_goes_before_writes_that_wait(scheduler: IOScheduler) -> None:
+    begun: list[str] = []
+    gates = [threading.Event() for _ in range(WRITERS)]
+    running = scheduler.write([lambda gate=gate: _pass(gate) for gate in gates])
+    waiting = scheduler.write([lambda: begun.append("write") for _ in range(4)])
+    scheduler.sync(lambda: begun.append("sync"))
+    gates[0].set()  # one writer goes on: it takes all that waits
+    await waiting.wait()
+    assert begun == ["sync"] + ["write"] * 4
+    for gate in gates:
+        gate.set()
+    await running.wait()
+
+
+def _pass(gate: threading.Event) -> None:
+    assert gate.wait(10)
+
+
 async def test_beside_reads_one_write_runs(scheduler: IOScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(io_scheduler, "NEAR_S", 0.2)
     jobs = Jobs()
