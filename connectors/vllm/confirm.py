@@ -282,9 +282,12 @@ class Confirmer:
         track.trusted = max(track.trusted, min(span.end, known))
         # A step that is planned before drafts of the last one are refused computes from further ahead than planned.
         track.reach = max(track.reach, span.end if track.drafts else track.trusted)
-        if track.drafts and known < span.end // self.block_tokens * self.block_tokens:
-            track.due = -1  # the block is not full yet: look at the next step, too
         self._confirm(track, fresh)
+        first, full = span.begin // self.block_tokens, span.end // self.block_tokens
+        if track.drafts and (known < full * self.block_tokens or first <= track.confirmed < full):
+            # The block is not full yet, or has no name yet: the pool names blocks that drafts filled when it plans the
+            # next step. Look at that step, too.
+            track.due = -1
 
     def _trust_head(self, track: Track, begin: int, fresh: list[Confirmed]) -> None:
         """Extend trust over blocks that were found: confirmed for other requests, then loaded for this one."""

@@ -41,7 +41,8 @@ class Engine:
         self.pool = Pool()
         self.confirmer = Confirmer(SIZE, self.pool if caching else None)
         self.step = 0
-        self.tokens: dict[str, int] = {}
+        self.tokens: dict[str, int] = {}  # that the scheduler knows of a request: its last one has no KV yet
+        self.named: dict[str, int] = {}  # leading blocks of a request that have been named
 
     def request(self, name: str, keys: list[int], tokens: int, table: list[int] | None = None) -> Track:
         track = Track(name, None, Chain([key(k) for k in keys], uniform(BUILTIN["24h"])))
@@ -54,10 +55,12 @@ class Engine:
     def plan(self, *spans: tuple[Track, int, int]) -> int:
         self.step += 1
         for track, begin, end in spans:
-            for depth in range(begin // SIZE, min(end // SIZE, len(track.chain))):
+            named = min(end, self.tokens[track.name]) // SIZE  # drafts have no name before they are accepted
+            for depth in range(min(begin // SIZE, self.named.get(track.name, 0)), min(named, len(track.chain))):
                 if self.pool.name.get(track.table[depth]) == track.chain[depth]:
                     continue  # its content is computed again under the name it has
                 self.pool.fill(track.table[depth], track.chain[depth])
+            self.named[track.name] = named
         for track, begin, end in spans:
             self.confirmer.cover(track, begin, end)
         self.confirmer.plan(self.step)
@@ -225,12 +228,25 @@ def test_steps_that_are_planned_before_drafts_are_refused_count() -> None:
     one.drafts = True
     assert engine.complete(engine.plan((one, 0, 4))) == [("one", 0)]
     under_way, found = engine.plan((one, 4, 8)), []
-    for known in (6, 8, 10, 12, 14, 16):  # tokens that have KV once the step under way has run
+    for known in (6, 8, 10, 12, 14, 16, 18):  # tokens that have KV once the step under way has run
         behind = engine.plan((one, known + 2, known + 6))  # two refused drafts further than where it computes from
         engine.tokens["one"] = known + 1
         found += engine.complete(under_way)
         under_way = behind
     assert found == [("one", 1), ("one", 2), ("one", 3)]
+
+
+def test_a_block_that_accepted_drafts_fill_counts_once_it_is_named() -> None:
+    """The pool names a block when the next step is planned: until then, drafts of this one could have been refused."""
+    engine = Engine()
+    one = engine.request("one", [1, 2, 3, 4], 5, [5, 6, 7, 8])
+    one.drafts = True
+    found = [engine.complete(engine.plan((one, 0, 4)))]
+    for begin in (4, 6, 8, 10, 12):  # two tokens a step: one that was sampled, and a draft, which is right
+        step = engine.plan((one, begin, begin + 2))
+        engine.tokens["one"] = begin + 3
+        found.append(engine.complete(step))
+    assert found == [[("one", 0)], [], [], [("one", 1)], [], [("one", 2)]], "the third step fills the second block"
 
 
 def test_a_block_whose_name_changes_is_named_anew() -> None:

@@ -75,12 +75,13 @@ def test_a_streaming_session(start: Start, tmp_path: Path, caching: bool) -> Non
     assert engine.stop() == 0
 
 
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(("caching", "drafter"), [(True, 1), (False, 1), (True, 0)])
 def test_async_scheduling_with_speculation_stores_as_much_as_without(
-    start: Start, make_checkpoint: Callable[[int], Path], tmp_path: Path, caching: bool
+    start: Start, make_checkpoint: Callable[[int], Path], tmp_path: Path, caching: bool, drafter: int
 ) -> None:
-    """Steps are planned as if all drafts of the last one were right. Those of another model hardly ever are."""
-    speculation = {"method": "draft_model", "model": str(make_checkpoint(1)), "num_speculative_tokens": 3}
+    """Steps are planned as if all drafts of the last one were right. Those of another model hardly ever are, those of
+    the model itself always."""
+    speculation = {"method": "draft_model", "model": str(make_checkpoint(drafter)), "num_speculative_tokens": 3}
     stored = {}
     for mode in (False, True):
         folder = tmp_path / str(mode)
