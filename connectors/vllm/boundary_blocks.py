@@ -24,9 +24,9 @@ Called on the engine's one scheduler thread; nothing here waits.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from kvtier.connectors.vllm.boundary import Boundary, Found, Left, Tables
 from kvtier.connectors.vllm.compat import EnginePool
 from kvtier.connectors.vllm.confirm import Chain, Track
 from kvtier.connectors.vllm.groups import Groups
@@ -40,60 +40,10 @@ _FAR = 4
 come to at most a quarter of the full group's bytes."""
 _ENDED = 3
 """As many boundaries are remembered: a step leaves states at two at most, and one is planned ahead of what is known."""
+_TAILS = 8
+"""As many boundaries of a decoding request are waited for: two steps of drafts, planned ahead, cross fewer."""
 _SHORT_FRACTION = 16
 """With fewer free than one in so many, nothing is held."""
-
-_Found = tuple[int, int, object]
-"""Group, block, and the name under which it was found."""
-
-
-@dataclass(slots=True, eq=False)
-class Boundary:
-    """What the groups beside the full one need after `tokens` of a track. `chain` are the names of the blocks once it
-    is ready: before, the engine may not know the last of the tokens yet, or put others in their place. `lost`: the
-    engine has handed out one of the blocks."""
-
-    track: Track
-    life: int
-    tokens: int
-    chain: Chain
-    blocks: list[int]
-    groups: list[int]  # of each block: its place in `Groups.beside`
-    step: int
-    behind: list[_Found]  # blocks that it was made of, and that are not known to be right
-    held: bool = True
-    lost: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Tables:
-    """One request's tables of the groups beside the full one, 0 where there is no block, in one life of its track."""
-
-    track: Track
-    life: int
-    tables: list[list[int]]
-    begin: int = -1  # where it began to compute; -1: it has not
-    began: int = -1  # in this step
-    proved: bool = True  # what lies before `begin` is right, if `behind` is
-    behind: list[_Found] = field(default_factory=list)  # found there, and not known to be right yet
-    noted: int = 0  # leading blocks that are known, or were not to be
-    wanted: set[int] = field(default_factory=set)
-    taken: list[int] = field(default_factory=list)  # boundaries that were held
-    missed: set[int] = field(default_factory=set)  # those that could not be
-    ended: tuple[int, ...] = ()  # the last boundaries at which a step left its states
-    crossed: int = 0  # the last boundary that a step was planned to cross
-    tails: dict[int, list[int]] = field(default_factory=dict)  # held, by boundary: see `_hold_tail`
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Left:
-    """Blocks of a request that is over, as it left them: depth, group, block and name of each. They are known to be
-    right as far as the request's last steps, up to `step`, are found to be."""
-
-    track: Track
-    life: int
-    step: int
-    names: list[tuple[int, int, int, object]]
 
 
 class BoundaryBlocks:
@@ -106,10 +56,10 @@ class BoundaryBlocks:
         self.count = 0  # blocks held
         self._groups, self._size = groups, groups.block_tokens
         self._pool = pool
-        self._requests: dict[str, _Tables] = {}
+        self._requests: dict[str, Tables] = {}
         self._pending: list[Boundary] = []
         self._holding: set[Boundary] = set()
-        self._left: list[_Left] = []
+        self._left: list[Left] = []
         self._known: dict[tuple[int, int], object] = {}  # by group and block: the name under which it is right
         self._watched: dict[int, list[Boundary]] = {}  # by block: those that are lost when it is handed out
         self._on_reuse = self._reused  # one object: it is compared
@@ -123,7 +73,7 @@ class BoundaryBlocks:
         """The engine gave the request these whole tables, in the order of `Groups.beside`."""
         known = self._of(track)
         if known is None:
-            known = self._requests[track.name] = _Tables(track, track.life, [])
+            known = self._requests[track.name] = Tables(track, track.life, [])
         known.tables = [list(table) for table in tables]
 
     def extend(self, track: Track, tables: Sequence[Sequence[int]]) -> None:
@@ -133,7 +83,7 @@ class BoundaryBlocks:
             for table, new in zip(known.tables, tables, strict=True):
                 table.extend(new)
 
-    def _of(self, track: Track) -> _Tables | None:
+    def _of(self, track: Track) -> Tables | None:
         """The request's tables, if they are of this life."""
         known = self._requests.get(track.name)
         if known is not None and (known.track is not track or known.life != track.life):
@@ -187,12 +137,12 @@ class BoundaryBlocks:
         ):
             self._hold(known, tokens, step, ())
             known.wanted.discard(tokens)
-        self._release_tails(known, known.crossed, last)
-        known.crossed = last
-        if last >= prompt and self._whole(known, last) and not self._short():
-            self._hold_tail(known, last)
+        crossed = range(last, max(prompt - 1, begin, last - _TAILS * self._size), -self._size)
+        for tokens in reversed(crossed if not self._short() else ()):
+            if tokens not in known.tails and self._whole(known, tokens):
+                self._hold_tail(known, tokens)
 
-    def _left_by(self, known: _Tables, begin: int, end: int) -> Iterator[int]:
+    def _left_by(self, known: Tables, begin: int, end: int) -> Iterator[int]:
         """Boundaries at which a step leaves its states. In its middle it does at the last one, where vLLM has a block
         for that in every table; the running state, which needs one too, lies in an earlier block."""
         inside = (end - 1) // self._size * self._size
@@ -204,11 +154,11 @@ class BoundaryBlocks:
         if end % self._size == 0:
             yield end
 
-    def _whole(self, known: _Tables, tokens: int) -> bool:
+    def _whole(self, known: Tables, tokens: int) -> bool:
         """Whether the last step that reached the boundary left all that it needs: states, only where it ended."""
         return not self._groups.states or tokens in known.ended
 
-    def _begin(self, known: _Tables, begin: int, step: int) -> None:
+    def _begin(self, known: Tables, begin: int, step: int) -> None:
         """The request goes on after `begin` tokens, which were found in the pool, or loaded."""
         track, loaded = known.track, known.track.loaded
         first = (track.load_begin if loaded >= begin else begin) // self._size
@@ -228,11 +178,11 @@ class BoundaryBlocks:
     def _name(self, group: int, block: int, chain: Chain, depth: int) -> object | None:
         return self._pool.named(block, chain[depth], group) if depth < len(chain) else None
 
-    def _right(self, found: _Found) -> bool:
+    def _right(self, found: Found) -> bool:
         group, block, name = found
         return self._known.get((group, block)) is name
 
-    def _prove(self, known: _Tables, step: int) -> None:
+    def _prove(self, known: Tables, step: int) -> None:
         """What was found at the request's begin is known to be right now, or, once its first step is over, is not."""
         known.behind = [one for one in known.behind if not self._right(one)]
         if known.behind and known.began <= step:
@@ -243,7 +193,7 @@ class BoundaryBlocks:
         numbers = (one.number for one in self._groups.beside)
         return zip(numbers, self._groups.needed(tokens), strict=True)
 
-    def _hold(self, known: _Tables, tokens: int, step: int, tail: Collection[int]) -> bool:
+    def _hold(self, known: Tables, tokens: int, step: int, tail: Collection[int]) -> bool:
         """Hold a boundary, if it can be. `tail`: blocks of it that are held already, and whose references it takes
         over."""
         track = known.track
@@ -284,14 +234,14 @@ class BoundaryBlocks:
         _, _, block_terms = next(iter(track.chain.terms.spans(depth - 1, depth)))
         return Chain(boundary_keys(track.chain[depth - 1], self._groups.counts(tokens)), uniform(block_terms.terms))
 
-    def _hold_tail(self, known: _Tables, tokens: int) -> None:
+    def _hold_tail(self, known: Tables, tokens: int) -> None:
         """Hold those blocks of a boundary that the engine takes back before the next one: where the request ends before
         that, they complete it. A step that is planned ahead crosses the next one before the request is known to have
-        ended, so they are given back when the tokens of that one are trusted."""
+        ended, and its drafts may be refused, so they are given back when the block before that one is confirmed."""
         if not self._storable(known.track, tokens):
             return
         tail: list[int] = []
-        later = self._groups.needed(tokens + self._size - 1)
+        later = self._groups.needed(tokens + self._size - 1 + self._groups.drafts)
         for table, depths, kept in zip(known.tables, self._groups.needed(tokens), later, strict=True):
             tail += table[depths.start : min(kept.start, depths.stop)]
         if 0 in tail or self.count + len(tail) > self._pool.blocks // _HELD_FRACTION:
@@ -299,10 +249,11 @@ class BoundaryBlocks:
         self._pool.hold(tail)
         self.count += len(tail)
         known.tails[tokens] = tail
+        self._release_tails(known, sorted(known.tails)[-_TAILS:][0])
 
-    def _release_tails(self, known: _Tables, below: int = 1 << 62, again: int = 0) -> None:
-        """Give back the tails of boundaries before the one after `below` tokens, and that of `again`."""
-        for tokens in [tokens for tokens in known.tails if tokens < below or tokens == again]:
+    def _release_tails(self, known: Tables, below: int = 1 << 62) -> None:
+        """Give back the tails of boundaries before the one after `below` tokens."""
+        for tokens in [tokens for tokens in known.tails if tokens < below]:
             tail = known.tails.pop(tokens)
             self._pool.give_back(tail)
             self.count -= len(tail)
@@ -315,17 +266,20 @@ class BoundaryBlocks:
         known = self._of(track)
         if known is None:
             return
-        tokens = computed // self._size * self._size
+        depth, full = computed // self._size, self._groups.full
+        while depth and track.drafts and self._name(full, track.table[depth - 1], track.chain, depth - 1) is None:
+            depth -= 1  # drafts of the last step filled the block: it has no name any more, and is not stored
+        tokens = depth * self._size
         fresh = tokens > known.begin >= 0 and tokens not in known.taken and self._whole(known, tokens)
         tail = known.tails.get(tokens, ())
         if fresh and self._still(known, tokens, tables) and self._hold(known, tokens, step, tail):
             known.tails.pop(tokens, None)  # the boundary's now
         sound = (known.proved and not known.behind) or not self._groups.states
         if sound and (names := list(self._named(known, computed // self._size))):
-            self._left.append(_Left(track, track.life, step, names))
+            self._left.append(Left(track, track.life, step, names))
         self.drop(track.name)
 
-    def _still(self, known: _Tables, tokens: int, tables: Sequence[Sequence[int]]) -> bool:
+    def _still(self, known: Tables, tokens: int, tables: Sequence[Sequence[int]]) -> bool:
         """Whether all blocks of a boundary are the request's yet, or held."""
         tail = known.tails.get(tokens, ())
         return all(
@@ -344,8 +298,8 @@ class BoundaryBlocks:
                 self._prove(known, step)
             if known.life == known.track.life and known.track.confirmed > known.noted and not known.behind:
                 self._note(known)
-            if known.tails and known.track.trusted >= known.crossed:
-                self._release_tails(known, known.crossed)
+            if known.tails:
+                self._release_tails(known, known.track.confirmed * self._size)
         waiting = []
         for boundary in self._pending:
             track = boundary.track
@@ -358,14 +312,16 @@ class BoundaryBlocks:
             elif track.life == boundary.life and track.trusted >= boundary.tokens <= len(track.chain) * self._size:
                 boundary.chain = self._names(track, boundary.tokens)
                 self.ready.append(boundary)
-            elif boundary.step <= step or track.life != boundary.life:
+            elif track.life != boundary.life or (
+                boundary.step <= step and not (track.drafts and self.running(boundary))  # else later drafts reach it
+            ):
                 self.given_up += len(boundary.blocks)
                 self.give_back(boundary)
             else:
                 waiting.append(boundary)
         self._pending = waiting
 
-    def _note(self, known: _Tables) -> None:
+    def _note(self, known: Tables) -> None:
         """Blocks of the request were confirmed: those of the other groups at these depths are right, too; but no state
         that was made of one that is not."""
         if known.proved or not self._groups.states:
@@ -380,7 +336,7 @@ class BoundaryBlocks:
             self._known.update({(group, block): name for depth, group, block, name in left.names if depth < confirmed})
         self._left = [left for left in self._left if left.step > step]
 
-    def _named(self, known: _Tables, stop: int) -> Iterator[tuple[int, int, int, object]]:
+    def _named(self, known: Tables, stop: int) -> Iterator[tuple[int, int, int, object]]:
         """Depth, group, block and name of the request's blocks up to depth `stop` that were not noted yet."""
         chain = known.track.chain
         for place, one in enumerate(self._groups.beside):

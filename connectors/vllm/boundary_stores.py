@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 from kvtier.clock import Clock
 from kvtier.connectors.fallback import or_fallback
-from kvtier.connectors.vllm.boundary_blocks import Boundary, BoundaryBlocks
+from kvtier.connectors.vllm.boundary import Boundary
+from kvtier.connectors.vllm.boundary_blocks import BoundaryBlocks
 from kvtier.connectors.vllm.messages import StepMoves
 from kvtier.connectors.vllm.stores import ConnectorLimits
 from kvtier.manager.manager import Manager

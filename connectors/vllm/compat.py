@@ -72,6 +72,11 @@ def drafted(output: Any) -> Iterable[str]:
     return getattr(output, "scheduled_spec_decode_tokens", None) or ()
 
 
+def drafts_max(vllm_config: Any) -> int:
+    """Draft tokens of a request and step at most."""
+    return int(getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0)
+
+
 def preempted(output: Any) -> set[str]:
     """Requests whose blocks were taken away in this step."""
     return getattr(output, "preempted_req_ids", None) or set()

@@ -72,7 +72,7 @@ NEUTRAL = (
 )
 
 
-_NO_DRAFTER = ("ngram", "ngram_gpu", "suffix")
+NO_DRAFTER = ("ngram", "ngram_gpu", "suffix")
 """Methods of speculation that keep no KV of their own."""
 
 
@@ -83,7 +83,7 @@ _PADDED = "mamba_page_size_padded"
 def configuration_of(vllm_config: Any) -> str:
     """The configuration of a vLLM engine for a namespace. Pure."""
     sections = dict(vars(vllm_config))
-    if getattr(sections.get("speculative_config"), "method", None) in _NO_DRAFTER:
+    if getattr(sections.get("speculative_config"), "method", None) in NO_DRAFTER:
         sections["speculative_config"] = None
     if getattr(sections.get("cache_config"), _PADDED, None) is not None:
         sections["cache_config"] = copy(sections["cache_config"])

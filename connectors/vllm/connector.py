@@ -94,7 +94,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                 log.warning("kvtier is off: %s", self._off)
             return
         self._cache_layout: CacheLayout = cache_layout_of(vllm_config, kv_cache_config)
-        self._groups = groups_of(kv_cache_config, compat.stages_of(vllm_config))
+        self._groups = groups_of(kv_cache_config, compat.stages_of(vllm_config), compat.drafts_max(vllm_config))
         if role == KVConnectorRole.WORKER:
             unwatched = weights.install()
             self._worker = WorkerHalf(self._cache_layout, weights.watched(), unwatched)

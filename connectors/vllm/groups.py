@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.connectors.configuration import digest16
+from kvtier.connectors.vllm.compat import stages_of
+from kvtier.connectors.vllm.configuration import NO_DRAFTER
 from kvtier.errors import IdentityError
 from kvtier.identity.groups import Group, Kind
 
@@ -45,6 +47,7 @@ class Groups:
     full: int = 0
     beside: tuple[Beside, ...] = ()
     checkpoints: bool = False  # whether a step may leave states at a boundary in its middle, too
+    drafts: int = 0  # tokens of a step at most that may be refused
 
     @property
     def states(self) -> bool:
@@ -69,11 +72,12 @@ class Groups:
         return [len(depths) for depths in self.needed(boundary)]
 
 
-def groups_of(kv_cache_config: Any, stages: int = 1) -> Groups:
-    """Of an engine with so many pipeline stages. Raises IdentityError for groups that are not served."""
+def groups_of(kv_cache_config: Any, stages: int = 1, drafts: int = 0) -> Groups:
+    """Of an engine with so many pipeline stages, and so many draft tokens of a request and step at most. Raises
+    IdentityError for groups that are not served."""
     groups: Sequence[Any] = kv_cache_config.kv_cache_groups
     if len(groups) == 1:
-        return Groups(int(groups[0].kv_cache_spec.block_size))
+        return Groups(int(groups[0].kv_cache_spec.block_size), drafts=drafts)
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     full = [number for number, kind in enumerate(kinds) if kind in FULL]
     where = " on a stage of the pipeline" if stages > 1 else ""
@@ -112,7 +116,7 @@ def groups_of(kv_cache_config: Any, stages: int = 1) -> Groups:
     ordered = sorted(beside, key=lambda one: (one.group.kind is Kind.STATE, () if stages > 1 else one.layers))
     specs = [group.kv_cache_spec for group, kind in zip(groups, kinds, strict=True) if kind == _STATE]
     checkpoints = any(getattr(spec, "num_prefill_checkpoint_blocks", 0) for spec in specs)
-    return Groups(next(iter(sizes)), full[0], tuple(ordered), checkpoints)
+    return Groups(next(iter(sizes)), full[0], tuple(ordered), checkpoints, drafts)
 
 
 def _beside(number: int, spec: Any, layers: tuple[str, ...]) -> Beside:
@@ -155,9 +159,10 @@ def refuse_unproven(vllm_config: Any, groups: Groups) -> None:
 
     if not groups.beside:
         return
-    drafter = getattr(vllm_config.speculative_config, "method", "")
+    drafter = getattr(vllm_config.speculative_config, "method", None)
     reasons = {
-        f"speculative decoding ({drafter})": vllm_config.speculative_config is not None,
+        f"speculative decoding ({drafter})": drafter is not None and (groups.states or drafter not in NO_DRAFTER),
+        "speculative decoding over pipeline stages": drafter is not None and stages_of(vllm_config) > 1,
         "ReplaySSM, which keeps a part of a state outside its block": getattr(
             vllm_config.cache_config, "use_replayssm", False
         ),

@@ -172,11 +172,19 @@ def refused(beside: Any, *, several: bool = True, method: str = "", **parallel: 
 
 
 @BESIDE
-@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp"])
 def test_drafters_beside_several_groups_are_refused_with_the_reason(beside: Any, method: str) -> None:
     """With full attention alone they are not, and without a drafter these groups are not."""
     assert f"2 groups of KV cache with speculative decoding ({method})" in refused(beside, method=method)
     assert not refused(beside) and not refused(beside, several=False, method=method)
+
+
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix"])
+def test_drafts_without_kv_are_served_beside_windows_and_refused_beside_states(method: str) -> None:
+    """A state is made of refused tokens, too."""
+    assert not refused(window(), method=method)
+    assert "over pipeline stages" in refused(window(), method=method, pipeline_parallel_size=2)
+    assert f"2 groups of KV cache with speculative decoding ({method})" in refused(state(), method=method)
 
 
 @BESIDE

@@ -107,6 +107,31 @@ def test_a_prompt_comes_back_as_the_engines_own_hit(hybrid: Any) -> None:
     assert hybrid.check() == IDLE and hybrid.held() == 0
 
 
+@pytest.mark.parametrize(
+    "kind", ["sliding", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("gptoss", "many_windows"))]
+)
+def test_an_answer_with_drafts_comes_back(
+    start: Start, make_other: Callable[[str], Path], tmp_path: Path, kind: str
+) -> None:
+    """Drafts that repeat the text: a boundary may be crossed by tokens that are refused, and a block filled by those
+    that are not."""
+    speculation = {"method": "ngram", "prompt_lookup_max": 3, "num_speculative_tokens": 4}
+    engine = start(model=str(make_other(kind)), config=tiers(tmp_path), engine={"speculative_config": speculation})
+    engine.watch_bytes()
+    for seed in range(4):
+        asked = prompt(seed, 70 + 9 * seed) + prompt(30 + seed, 12) * 5
+        answer = engine.generate(prompts=[asked], tokens=90)[0]["tokens"]
+        whole = [*asked, *answer, 5]
+        right = engine.generate(prompts=[whole], control={"load": False, "store": False})[0]["tokens"]
+        assert engine.reset()
+        warm = engine.generate(prompts=[whole])[0]
+        assert warm["tokens"] == right and warm["read"] == {"g2": blocks(len(whole) - 2)}
+    assert engine.check() == IDLE and engine.held() == 0
+    watched = engine.bytes_watched()
+    assert watched["compared"] > 0 and watched["wrong"] == 0
+    assert engine.stop() == 0
+
+
 @pytest.mark.parametrize("position", [0, -1])
 def test_wrong_bytes_of_either_group_would_be_noticed(hybrid: Any, position: int) -> None:
     """The control: zeros in one block, the first of the full group or the last of another one, change the tokens."""

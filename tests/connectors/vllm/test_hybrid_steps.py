@@ -217,7 +217,8 @@ class Storm:
 
     raising = RAISING
 
-    def __init__(self, make: Make, seed: int) -> None:
+    def __init__(self, make: Make, seed: int, drafts: tuple[int, float] = (0, 0.0)) -> None:
+        self.drafts = drafts
         self.chance = random.Random(seed)
         self.engine = self.begin(make)
         self.stems = [[self.chance.randrange(3, 1000) for _ in range(88)] for _ in range(3)]
@@ -240,6 +241,7 @@ class Storm:
             blocks=max(chance.choice([34, 44, 60, 120]), 20 * (1 + len(windows)) + 2),
             full_at=chance.randrange(1 + len(windows)),
             max_model_len=160,
+            drafts=self.drafts,
             async_scheduling=chance.random() < 0.5,
             max_num_batched_tokens=chance.choice([6, 13, 16, 40, 64, 200]),
             scheduling_policy=chance.choice(["fcfs", "priority"]),
@@ -337,6 +339,51 @@ def test_requests_that_come_and_go_read_the_right_bytes(make: Make, seed: int) -
         storm.turn()
     storm.end()
     assert storm.engine.checked > 0 and storm.engine.half.counters["blocks_stored"] > 0
+
+
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 40))])
+def test_requests_with_drafts_read_the_right_bytes(make: Make, seed: int) -> None:
+    storm = Storm(make, seed, random.Random(seed).choice([(1, 0.5), (2, 0.9), (3, 0.6), (5, 0.8), (12, 0.95)]))
+    for _ in range(120):
+        storm.turn()
+    storm.end()
+    assert storm.engine.checked > 0 and storm.engine.half.counters["blocks_stored"] > 0
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("drafts", [(3, 0.0), (3, 1.0), (3, 0.5), (12, 0.9)])
+def test_answers_with_drafts_come_back(make: Make, drafts: tuple[int, float], asynchronous: bool) -> None:
+    """A step crosses a boundary with drafts that are refused, or several at once, or takes back more of the windows
+    than the answer is long. Blocks that drafts of the last step fill have no name, and are not stored."""
+    engine = make([(20, 2), (9, 1)], blocks=120, drafts=drafts, async_scheduling=asynchronous)
+    for number in range(8):
+        asked, tokens = prompt(number, 40 + number), 20 + 3 * number
+        engine.add(asked, tokens)
+        engine.run()
+        whole = [*asked, *engine.right(asked, tokens)]
+        lost = SIZE if drafts[0] > SIZE and not asynchronous else 0
+        assert warm(engine, [*whole, 1], 1) >= (len(whole) - 1) // SIZE * SIZE - lost
+        assert engine.reset()
+    engine.check()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_boundaries_in_the_middle_of_an_answer_with_drafts(make: Make, asynchronous: bool) -> None:
+    """They are kept for their distance, though some were first crossed by drafts that were refused."""
+    engine = make([(5, 2)], blocks=120, drafts=(3, 0.6), async_scheduling=asynchronous)
+    for number in range(4):
+        asked = prompt(number, 20)
+        engine.add(asked, 200)
+        engine.run()
+        whole, found = [*asked, *engine.right(asked, 200)], set[int]()
+        for depth in range(1, len(whole) // SIZE):
+            assert engine.reset()
+            name = engine.add([*whole[: depth * SIZE], 1, 2], 1, control={"store": False})
+            engine.run()
+            found.add(engine.reads[name])
+        assert found == {0, *range(16, 220, 32)}, "the prompt's end, and one every four blocks behind it"
+        assert engine.reset()
+    engine.check()
 
 
 def test_a_storm_would_notice_wrong_windows(make: Make) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import os
+import random
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -142,10 +143,21 @@ class Modelless:
         full_at: int = 0,
         states: Sequence[int] = (),
         checkpoints: bool = False,
+        drafts: tuple[int, float] = (0, 0.0),
         connector: dict[str, Any] | None = None,
         **engine: Any,
     ) -> None:
-        """`connector`: arguments of kvtier's; `engine`: options of vLLM's engine."""
+        """`drafts`: how many at most follow a sampled token, and the share that is right, as a model that needs no KV
+        would guess them. `connector`: arguments of kvtier's; `engine`: options of vLLM's engine."""
+        self.drafts_max, self._drafts_right = drafts
+        if self.drafts_max:
+            method = "ngram_gpu" if engine.get("async_scheduling") else "ngram"
+            engine["speculative_config"] = {
+                "method": method, "prompt_lookup_max": 3, "num_speculative_tokens": self.drafts_max
+            }  # fmt: skip
+        self._guess = random.Random(1)
+        self._drafts: dict[str, list[int]] = {}  # of a request, for its next step
+        self._given: list[int] = []  # of the request that is computed, in this step
         self.vllm_config = configuration(folder, size, connector or {}, engine)
         self.asynchronous = bool(self.vllm_config.scheduler_config.async_scheduling)
         cache = self.vllm_config.cache_config
@@ -276,6 +288,9 @@ class Modelless:
             self.queue.append((output, self._run(output)))
         if len(self.queue) > self.asynchronous or (self.queue and not self.busy):
             self.scheduler.update_from_output(*self.queue.popleft())
+            if self.drafts_max and not self.asynchronous:
+                names = list(self._drafts)
+                self.scheduler.update_draft_token_ids(DraftTokenIds(names, [self._drafts[name] for name in names]))
 
     @property
     def busy(self) -> bool:
@@ -304,7 +319,10 @@ class Modelless:
         if self.loads_first:
             side.start_load_kv(None)
         for name in names:
-            begin = self._begin[name]
+            begin, drafts = self._begin[name], output.scheduled_spec_decode_tokens.get(name, [])
+            if drafts or name in self._drafts:  # planned as if the drafts of the step before were right
+                begin = min(begin, len(self.tokens[name]) - 1)
+            self._given = self._drafts.pop(name, [])[: len(drafts)]
             sampled_ids.append(self._forward(name, begin, begin + output.num_scheduled_tokens[name]))
         if not self.loads_first:
             side.start_load_kv(None)
@@ -342,7 +360,7 @@ class Modelless:
                     table += more
 
     def _content(self, name: str, place: int) -> int:
-        prefix = self.tokens[name][: place + 1]
+        prefix = [*self.tokens[name], *self._given][: place + 1]
         return int.from_bytes(hashlib.blake2b(repr(prefix).encode(), digest_size=7).digest())
 
     def _forward(self, name: str, begin: int, end: int) -> list[int]:
@@ -369,13 +387,29 @@ class Modelless:
         return self._sample(name, end)
 
     def _sample(self, name: str, end: int) -> list[int]:
-        """The token that follows the first `end`, where it is not known yet."""
+        """The token that follows the first `end` without drafts, where it is not known yet, and those that follow the
+        drafts which are right."""
         tokens = self.tokens[name]
-        if end < len(tokens):
+        known = len(tokens)
+        if end < known:
             return []
         tokens.append(sampled(tokens))
+        for draft in self._given:
+            if draft != tokens[-1]:
+                break
+            tokens.append(sampled(tokens))
         self.answers[name] = tokens
-        return [tokens[-1]]
+        if self.drafts_max:
+            self._draft(name)
+        return tokens[known:]
+
+    def _draft(self, name: str) -> None:
+        """Guess the tokens that follow: with asynchronous scheduling as many as the plan has places for."""
+        guess, tokens = self._guess, list(self.tokens[name])
+        count = self.drafts_max if self.asynchronous else guess.randrange(self.drafts_max + 1)
+        for _ in range(count):
+            tokens.append(sampled(tokens) if guess.random() < self._drafts_right else 1)
+        self._drafts[name] = tokens[len(self.tokens[name]) :]
 
     def _carry_state(self, name: str, begin: int, end: int) -> None:
         """As vLLM's runner has it, before a step's loads: the running state moves on to the block of the last token."""

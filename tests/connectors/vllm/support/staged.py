@@ -34,7 +34,7 @@ class Stage(Modelless):
         """Shares what is sampled, and what is known of requests, with the other stages of `engine`."""
         self.engine, self.number, self.last = engine, number, number + 1 == engine.count
         self.size, self.states, self.windows = engine.size, engine.states, engine.windows
-        self.checkpoints = engine.checkpoints
+        self.checkpoints, self._drafts, self._given, self.drafts_max = engine.checkpoints, {}, [], 0
         self.tables, self.state_at, self.checked, self.ran = {}, {}, 0, 0
         self.tokens, self.answers, self.sessions = engine.tokens, engine.answers, engine.sessions
         self.reads = engine.reads if self.last else {}
