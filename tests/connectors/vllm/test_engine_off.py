@@ -104,6 +104,32 @@ def test_async_scheduling_with_speculation_stores_as_much_as_without(
     assert stored == {False: 14, True: 14}
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_drafters_kv_comes_back_with_the_models(
+    start: Start, make_checkpoint: Callable[[int], Path], tmp_path: Path, caching: bool
+) -> None:
+    """The model drafts for itself, so all drafts are right that know the prompt. The control: those that do not."""
+    speculation = {"method": "draft_model", "model": str(make_checkpoint(0)), "num_speculative_tokens": 3}
+    engine = start(config=tiers(tmp_path), engine={"speculative_config": speculation, "enable_prefix_caching": caching})
+
+    def share(read: dict[str, int]) -> tuple[float, list[int]]:
+        """Of drafts that are accepted; and the tokens."""
+        kinds = ("vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_draft_tokens")
+        before = engine.sources()
+        out = engine.generate(prompts=[prompt(1, 400)], tokens=60)[0]
+        accepted, drafted = (engine.sources()[kind] - before.get(kind, 0) for kind in kinds)
+        assert out["read"] == read and engine.reset()
+        return accepted / drafted, out["tokens"]
+
+    cold, right = share({})
+    assert cold == 1 and share({"g2": 384}) == (1, right)
+    engine.break_loads(how="zeros", layers="draft")
+    assert share({"g2": 384}) == (0, right), "what a drafter does not know costs drafts, and no token"
+    engine.mend()
+    assert engine.check() == IDLE
+    assert engine.stop() == 0
+
+
 @pytest.mark.parametrize("mode", ["eager", "auto"])
 @pytest.mark.parametrize("caching", [True, False])
 def test_clients_that_go_away_at_every_stage(start: Start, tmp_path: Path, caching: bool, mode: str) -> None:

@@ -27,8 +27,8 @@ class Faults:
     _faults: dict[str, Any]
     _struck = 0
 
-    def break_loads(self, how: str, positions: list[int] | None = None) -> None:
-        """`zeros`: loads bring zeros (at these positions) and say they succeeded;
+    def break_loads(self, how: str, positions: list[int] | None = None, layers: str = "") -> None:
+        """`zeros`: loads bring zeros (at these positions, in layers whose name has this in it) and say they succeeded;
         `fail`: the given positions of the next load fail;
         `always`: those of every load fail;
         `hang`: loads are not answered until `mend`;
@@ -41,8 +41,10 @@ class Faults:
                 plain(loads)
                 worker.poll()
                 tensors = worker._described.memory.owners
+                names = self.connector._cache_layout.layers
+                assert len(names) == len(tensors) or not layers
                 for job in loads:
-                    for tensor in tensors:
+                    for tensor in (one for one, name in zip(tensors, names, strict=False) if layers in name):
                         for place in range(len(job.moves.blocks)) if positions is None else positions:
                             tensor[job.moves.blocks[place]].zero_()
 

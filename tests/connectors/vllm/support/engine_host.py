@@ -33,6 +33,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
 
+_COUNTED = (
+    "vllm:external_prefix_cache_hits", "vllm:num_preemptions", "vllm:spec_decode_num_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens",
+)  # fmt: skip
+
+
 def set_plugin(present: bool) -> None:
     """Whether vLLM finds kvtier's plug-in: here and in its processes, however this tree is installed."""
     if not present:
@@ -166,7 +172,7 @@ class Host(Requests, GroupsOfEngine, Faults):
                 found[metric.labels["source"]] = metric.value
             elif metric.name.startswith("vllm:kvtier_") and hasattr(metric, "value"):  # a histogram has none
                 found[f"{metric.name}:{metric.labels.get('tier') or metric.labels.get('event')}"] = metric.value
-            elif metric.name in ("vllm:external_prefix_cache_hits", "vllm:num_preemptions"):
+            elif metric.name in _COUNTED:
                 found[metric.name] = metric.value
         return found
 
