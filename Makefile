@@ -28,7 +28,8 @@ help:
 	@echo "make setup      .venv with the requirements of all other targets"
 	@echo "make sglang     .venv-sglang: SGLang for the CPU on top of .venv (250 MB more); part of setup"
 	@echo "make demo       a real model's KV blocks through four tiers and a second process"
-	@echo "make test       the quick tests        make test-long   all of them"
+	@echo "make test       the quick tests"
+	@echo "make test-long  the long ones, hours of them; RESUME=1 goes on where the last run was broken off"
 	@echo "make test-engines (test-vllm, test-sglang) and make test-tiers (test-disk, test-objects, test-core,"
 	@echo "                test-tools) are its parts, PARTS of them at once (3)"
 	@echo "make test-vllm-oldest  vLLM's scenarios on the oldest release that runs here (110 MB more); part of test-long"
@@ -143,9 +144,15 @@ vllm-releases: $(READY) types
 		PYTHONPATH=$$folder:build/types $(BIN)/python tests/connectors/vllm/support/release_check.py || exit 1; \
 	done
 
+# Each outcome is kept as its test ends. Anew, unless RESUME is set: then those that have passed are left out.
+RESUME ?=
+LONG := -m pytest -p tests.support.long_run -m "long and not gpu"
+test-long: export PYTHONPATH := $(CURDIR)
 test-long: $(READY) $(SGLANG)/.ready test-vllm-oldest
-	$(BIN)/python -m pytest -m "not gpu" --ignore=tests/connectors/sglang $(PYTEST)
-	$(SGLANG)/bin/python -m pytest -m "not gpu" tests/connectors/sglang $(PYTEST) || test $$? -eq 5
+	test -n "$(RESUME)" || rm -f build/long_run.jsonl
+	-$(BIN)/python $(LONG) --ignore=tests/connectors/sglang $(PYTEST)
+	-$(SGLANG)/bin/python $(LONG) tests/connectors/sglang $(PYTEST)
+	$(BIN)/python -m tests.support.long_run benchmarks/results
 
 # Bugs planted one by one in a copy of the package: OPTIONS="--area pool".
 OPTIONS ?=

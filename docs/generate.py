@@ -100,14 +100,15 @@ def proof() -> str:
         fill(
             "Each promise, the tests that hold it, and the figure that was reached. A test runs by its name: "
             "`.venv/bin/python -m pytest FILE -k NAME`, with `-m long` where it is marked so; `make test` runs all "
-            "that are not, `make test-long` all. Planted bugs are those of `tests/mutants`, each of which breaks one "
-            "promise: `make mutants` plants them one by one in a copy of the package, and counts those that a quick "
-            "test of their area finds.",
+            "that are not, `make test-long` those that are. Planted bugs are those of `tests/mutants`, each of which "
+            "breaks one promise: `make mutants` plants them one by one in a copy of the package, and counts those that "
+            "a quick test of their area finds.",
             WIDTH,
         ),
         "", f"Planted bugs found: {_found(planted.values())}; the lists have {len(_listed())}.", *_survivors(planted),
     ]  # fmt: skip
     lines += ["", "## Models of protocols", "", *_models()]
+    lines += _long_run()
     for promise in told["promises"]:
         ours = [caught for (number, _), caught in planted.items() if number == promise["id"]]
         lines += ["", f"## {promise['id']}", "", fill(promise["text"], WIDTH), "", "| test | in |", "|---|---|"]
@@ -120,6 +121,27 @@ def proof() -> str:
     lines += ["", "## Failures of others", "", *_failures(told["failures"])]
     lines += ["", "## Not promised", "", *(f"- {one};" for one in told["not_promised"])]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines).removesuffix(";") + ".\n")
+
+
+def _long_run() -> Iterator[str]:
+    """The tests of `make test-long`, by file; nothing where there was none."""
+    path = RESULTS / "long_run.json"
+    if not path.exists():
+        return
+    run = json.loads(path.read_text())["results"]
+    yield from ("", "## The long run", "")
+    yield fill(
+        f"`make test-long`, which keeps each test's outcome and goes on where it was broken off: {run['passed']:,} "
+        f"passed, {run['failed']:,} failed, {run['skipped']:,} skipped; it took {run['seconds'] / 3600:.1f} hours.",
+        WIDTH,
+    )
+    yield from ("", "| tests | passed | skipped | failed | seconds | days | commits |")
+    yield "|---|---:|---:|---:|---:|---|---|"
+    for row in run["files"]:
+        days = " to ".join(dict.fromkeys((row["days"][0], row["days"][-1])))
+        commits = ", ".join(f"`{one}`" for one in row["commits"])
+        counts = f"{row['passed']:,} | {row['skipped']:,} | {len(row['failed']):,} | {row['seconds']:,}"
+        yield f"| `{row['file']}` | {counts} | {days} | {commits} |"
 
 
 def _failures(failures: Iterable[Mapping[str, Any]]) -> Iterator[str]:
