@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "sglang"))
+sys.path.insert(0, str(ROOT))
 
 PAGE, WARM_UP = 16, 5
 
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    from engine_process import EngineHost
+    from tests.connectors.sglang.support.engine_process import EngineHost
 
     make_model(folder / "model", args.layers, args.hidden)
     (folder / "g3").mkdir()

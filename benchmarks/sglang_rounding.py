@@ -23,7 +23,7 @@ from typing import Any
 from kvtier.bench.peers.vllm import BLOCK_BYTES, BLOCK_TOKENS, PROMPT_BLOCKS_MAX, make_model, prompts_of, sample
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "sglang"))
+sys.path.insert(0, str(ROOT))
 
 TOKENS = 8
 POOL_BLOCKS, HOST_BLOCKS = 160, 512
@@ -97,7 +97,7 @@ def replay(
     prompts: list[list[int]], arguments: dict[str, Any], control: int | None = None
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """Every prompt's answer, and what the linker's witness saw."""
-    from engine_process import EngineHost
+    from tests.connectors.sglang.support.engine_process import EngineHost
 
     engine = EngineHost(arguments)
     try:
