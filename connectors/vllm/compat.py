@@ -130,6 +130,16 @@ def stages_of(vllm_config: Any) -> int:
     return int(getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1))
 
 
+def contexts_of(vllm_config: Any) -> int:
+    """Ranks among which decode context parallelism divides the tokens."""
+    return int(getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1))
+
+
+def context_of(vllm_config: Any, spec: Any) -> int:
+    """The same of one group's blocks: some are whole on every rank."""
+    return contexts_of(vllm_config) if getattr(spec, "dcp_sharded", False) else 1
+
+
 def tells_stages_apart() -> bool:
     """Whether the engine tells its connector of all workers by pipeline stage, and takes answers from all stages."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1

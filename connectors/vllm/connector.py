@@ -118,7 +118,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         config, own = self._settings.config, self._settings.own
         tokens = self._vllm_config.scheduler_config.max_num_batched_tokens
         ahead: int | str = config.offload.spill_ahead
-        blocks = -(-tokens // block_tokens_of(self._kv_cache_config))  # that one step can fill
+        blocks = -(-tokens // block_tokens_of(self._vllm_config, self._kv_cache_config))  # that one step can fill
         if ahead == "auto":
             # Blocks that four steps can consume, at most a quarter of the pool.
             ahead = min(4 * blocks, self._cache_layout.blocks // 4)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.connectors.configuration import digest16
-from kvtier.connectors.vllm.compat import stages_of
+from kvtier.connectors.vllm.compat import contexts_of, stages_of
 from kvtier.connectors.vllm.configuration import NO_DRAFTER
 from kvtier.errors import IdentityError
 from kvtier.identity.groups import Group, Kind
@@ -157,17 +157,22 @@ def refuse_unproven(vllm_config: Any, groups: Groups) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
     from vllm.v1.core.block_pool import BlockPool
 
+    drafter = getattr(getattr(vllm_config, "speculative_config", None), "method", None)
+    if contexts_of(vllm_config) > 1 and drafter is not None:
+        raise IdentityError(
+            f"kvtier does not serve decode context parallelism with speculative decoding ({drafter}); change that, or "
+            "start this engine without the connector"
+        )
     if not groups.beside:
         return
-    drafter = getattr(vllm_config.speculative_config, "method", None)
     reasons = {
         f"speculative decoding ({drafter})": drafter is not None and (groups.states or drafter not in NO_DRAFTER),
         "speculative decoding over pipeline stages": drafter is not None and stages_of(vllm_config) > 1,
         "ReplaySSM, which keeps a part of a state outside its block": getattr(
             vllm_config.cache_config, "use_replayssm", False
         ),
+        "decode context parallelism": contexts_of(vllm_config) > 1,
         "prefix caching off": not vllm_config.cache_config.enable_prefix_caching,
-        "tensor parallelism": vllm_config.parallel_config.tensor_parallel_size > 1,
         "a vLLM that cannot report a failed load of several groups": not hasattr(base, "KVConnectorTransferResults"),
         "a vLLM that cannot say when a block is handed out again": not hasattr(BlockPool, "unpin_blocks"),
     }

@@ -16,7 +16,7 @@ from kvtier.connectors.adapters import adapter_name, signature_of
 from kvtier.connectors.configuration import digest16
 from kvtier.connectors.identity import model_name, random_weights, rope_of, weights_of
 from kvtier.connectors.settings import Settings
-from kvtier.connectors.vllm.compat import hash_problem, stages_of, tells_stages_apart
+from kvtier.connectors.vllm.compat import context_of, contexts_of, hash_problem, stages_of, tells_stages_apart
 from kvtier.connectors.vllm.configuration import configuration_of
 from kvtier.connectors.vllm.groups import FULL, groups_of, refuse_unproven
 from kvtier.connectors.vllm.messages import Handshake
@@ -32,7 +32,8 @@ _ADAPTERS_MAX = 4096
 
 def cache_layout_of(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
     """Layers and bytes of a block. Raises IdentityError for models and set-ups that are not served."""
-    _refuse_shapes(vllm_config.parallel_config)
+    parallel = vllm_config.parallel_config
+    _refuse_shapes(vllm_config, kv_cache_config)
     groups = groups_of(kv_cache_config, stages_of(vllm_config))
     refuse_unproven(vllm_config, groups)
     group = kv_cache_config.kv_cache_groups[groups.full]
@@ -44,14 +45,14 @@ def cache_layout_of(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
         _refuse_layer(name, layer)
     for other in kv_cache_config.kv_cache_groups:
         _refuse_scales(next(iter(other.layer_names), ""), other.kv_cache_spec)
-    unit = getattr(kv_cache_config, "hash_block_size", None)
-    if unit not in (None, spec.block_size):
+    unit, size = getattr(kv_cache_config, "hash_block_size", None), block_tokens_of(vllm_config, kv_cache_config)
+    if unit not in (None, size):
         raise IdentityError(
-            f"the engine names runs of {unit} tokens but its blocks hold {spec.block_size}; equal sizes are needed"
+            f"the engine names runs of {unit} tokens but its blocks hold {size}; equal sizes are needed"
         )
-    parallel = vllm_config.parallel_config
     width, stages = parallel.tensor_parallel_size, stages_of(vllm_config)
-    replicated = width > 1 and getattr(kv_cache_config, "kv_tp_replicas", 1) == width
+    context = context_of(vllm_config, spec)
+    replicated = width > 1 and context == 1 and getattr(kv_cache_config, "kv_tp_replicas", 1) == width
     return CacheLayout(
         layers=tuple(group.layer_names),
         page_bytes=tuple(specs[name].page_size_bytes for name in group.layer_names),
@@ -67,13 +68,21 @@ def cache_layout_of(vllm_config: Any, kv_cache_config: Any) -> CacheLayout:
         overlays=tuple(one.layers for one in groups.beside),
         groups=groups.name,
         stages=stages,
+        context=context,
+        interleave=int(getattr(parallel, "cp_kv_cache_interleave_size", 1)),
     )
 
 
-def _refuse_shapes(parallel: Any) -> None:
-    for label in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, label, 1) > 1:
-            raise IdentityError(f"{label} is {getattr(parallel, label)}; kvtier serves 1")
+def _refuse_shapes(vllm_config: Any, kv_cache_config: Any) -> None:
+    parallel = vllm_config.parallel_config
+    if (size := getattr(parallel, "prefill_context_parallel_size", 1)) > 1:
+        raise IdentityError(f"prefill_context_parallel_size is {size}; kvtier serves 1")
+    told = all(hasattr(group.kv_cache_spec, "dcp_sharded") for group in kv_cache_config.kv_cache_groups)
+    if (size := contexts_of(vllm_config)) > 1 and not told:
+        raise IdentityError(
+            f"decode_context_parallel_size is {size}, and this vLLM does not tell whether a group's tokens are divided "
+            "among ranks; kvtier serves 1 there"
+        )
     stages = getattr(parallel, "pipeline_parallel_size", 1)
     if stages > 1 and not tells_stages_apart():
         raise IdentityError(
@@ -107,8 +116,10 @@ _READ_FILES = frozenset(
 another name, and plug-ins add more."""
 
 
-def block_tokens_of(kv_cache_config: Any) -> int:
-    return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+def block_tokens_of(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Tokens of a block on all ranks together, which may divide them among them."""
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    return int(spec.block_size) * context_of(vllm_config, spec)
 
 
 def namespace_of(
@@ -127,12 +138,13 @@ def namespace_of(
         dtype=fields["quantization"] or shakes[0].dtype,
         layout=f"vllm:{cache_layout.layout}:{digest16(layers if len(layers) > 1 else layers[0])}:"
         + "|".join(stage.layout for stage in stages),
-        block_tokens=int(vllm_config.cache_config.block_size),
+        block_tokens=int(vllm_config.cache_config.block_size) * cache_layout.context,
         block_bytes=max(stage.piece_bytes for stage in stages) * cache_layout.pieces,
         layers=f"0:{sum(len(names) for names in layers)}",
         ranks_served=cache_layout.pieces,
         tp=cache_layout.width,
         pp=cache_layout.stages,
+        cp=cache_layout.context,
         **{**fields, "group": _groups_of_all(cache_layout, stages) or fields["group"]},
     )
 
@@ -153,6 +165,11 @@ def _stages_of(cache_layout: CacheLayout, shakes: Sequence[Handshake]) -> list[H
     if len(shakes) != cache_layout.ranks or not alike:
         raise IdentityError(f"{cache_layout.ranks} ranks with equal tensors per stage are needed, got {shakes}")
     stages = list(shakes[:: cache_layout.width])
+    if {shake.replicated for shake in shakes} != {cache_layout.replicated}:
+        raise IdentityError(
+            "on some stages of the pipeline the ranks hold the same bytes, on others parts of them: which piece of a "
+            "block is whose is not the same on all; divide the layers otherwise, or start without pipeline stages"
+        )
     names = [name for stage in stages for name in stage.layers]
     if len(set(names)) != len(names):
         raise IdentityError("stages of the pipeline name some of their layers alike; each layer is to be of one stage")

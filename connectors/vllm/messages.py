@@ -128,3 +128,4 @@ class Handshake(KVConnectorHandshakeMetadata):
     unwatched: tuple[str, ...] = ()  # changes of weights and adapters that this release has no hook for
     layers: tuple[str, ...] = ()  # of full attention, that the rank's stage has
     groups: str = ""  # name of the set of groups there; "" for one
+    replicated: bool = False  # whether the rank shares its piece with its stage's others, which hold the same bytes

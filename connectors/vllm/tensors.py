@@ -32,6 +32,8 @@ class CacheLayout:
     overlays: tuple[tuple[str, ...], ...] = ()  # layers of other groups, which lie in the same pages
     groups: str = ""  # name of the set of groups; "" for one
     stages: int = 1  # of the pipeline
+    context: int = 1  # ranks that divide the tokens of a block among them
+    interleave: int = 1  # tokens that one of these has before the next one has some
 
     @property
     def width(self) -> int:
@@ -119,6 +121,8 @@ def describe(cache_layout: CacheLayout, tensors: Mapping[str, Any]) -> Described
     identity = f"{len(cache_layout.layers)}*{kinds[0]}" if len(kinds) == 1 else "+".join(inner)
     if parted := _offsets_of_states(cache_layout, tensors):
         identity += f"+states:{digest16(parted)}"
+    if cache_layout.context > 1:
+        identity += f"+context:{cache_layout.context}/{cache_layout.interleave}"
     return Described(memory, shape, identity, str(first.dtype).removeprefix("torch."), absent)
 
 

@@ -157,7 +157,7 @@ class WorkerHalf:
         cpus, watch = engine.cpus_near(tensor.device), self._watch
         return Handshake(
             found.identity, found.dtype, size, where, os.getpid(), cpus, "", watch.epoch, watch.weights,
-            self._unwatched, self._cache_layout.layers, self._cache_layout.groups,
+            self._unwatched, self._cache_layout.layers, self._cache_layout.groups, self._cache_layout.replicated,
         )  # fmt: skip
 
     def attach(self, handle: ArenaHandle) -> None:

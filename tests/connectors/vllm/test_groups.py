@@ -134,7 +134,6 @@ def test_sets_of_groups_that_are_not_served_are_refused_with_the_reason(groups: 
     [
         ({"cache_config": SimpleNamespace(enable_prefix_caching=False)}, "prefix caching off"),
         ({"cache_config": SimpleNamespace(enable_prefix_caching=True, use_replayssm=True)}, "with ReplaySSM"),
-        ({"parallel_config": SimpleNamespace(tensor_parallel_size=2)}, "tensor parallelism"),
     ],
 )
 def test_set_ups_that_were_not_proved_are_refused_for_several_groups_only(changed: dict[str, Any], said: str) -> None:
@@ -188,21 +187,27 @@ def test_drafts_without_kv_are_served_beside_windows_and_refused_beside_states(m
 
 
 @BESIDE
-@pytest.mark.parametrize("shape", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_context_parallelism_is_refused_with_the_reason(beside: Any, shape: str) -> None:
+def test_prefill_context_parallelism_is_refused_with_the_reason(beside: Any) -> None:
     """Before anything is asked of the groups."""
     for several in (True, False):
-        assert f"{shape} is 2; kvtier serves 1" in refused(beside, several=several, **{shape: 2})
-    assert not refused(beside, **{shape: 1})
+        said = refused(beside, several=several, prefill_context_parallel_size=2)
+        assert "prefill_context_parallel_size is 2; kvtier serves 1" in said
+    assert not refused(beside, prefill_context_parallel_size=1)
 
 
 @BESIDE
-def test_stages_are_served_and_not_beside_tensor_parallelism(beside: Any) -> None:
+def test_decode_context_parallelism_is_served_for_full_attention_alone(beside: Any) -> None:
+    shape = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
+    assert not refused(beside, several=False, **shape)
+    assert "2 groups of KV cache with decode context parallelism" in refused(beside, **shape)
+    assert "with speculative decoding (ngram)" in refused(beside, several=False, method="ngram", **shape)
+
+
+@BESIDE
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)])
+def test_stages_and_tensor_parallelism_are_served(beside: Any, shape: tuple[int, int]) -> None:
     for several in (True, False):
-        assert not refused(beside, several=several, pipeline_parallel_size=2)
-    both = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
-    assert "2 groups of KV cache with tensor parallelism" in refused(beside, **both)
-    assert not refused(beside, several=False, **both)
+        assert not refused(beside, several=several, pipeline_parallel_size=shape[0], tensor_parallel_size=shape[1])
 
 
 def test_stages_have_their_groups_in_one_order() -> None:

@@ -63,7 +63,8 @@ def namespaces(**changed: Any) -> tuple[Namespace, Namespace]:
     config = vllm_config(**changed)
     settings = Settings(Config(), weights="1")
     layout = CacheLayout(("layers.0", "layers.1"), (4096, 4096), 64, "NHD", ranks, 0, bool(changed.get("mla")))
-    shakes = {rank: Handshake("2*8x2x32/1", "bfloat16", 8192, "here", layers=layout.layers) for rank in range(ranks)}
+    told = {"layers": layout.layers, "replicated": layout.replicated}
+    shakes = {rank: Handshake("2*8x2x32/1", "bfloat16", 8192, "here", **told) for rank in range(ranks)}
     offloading = OffloadingConfig(
         groups=(OffloadingGroupConfig(16, ("layers.0", "layers.1"), 0),), worker_kv_bytes_per_block=8192,
         enable_kv_cache_events=False, extra_config={}, engine_id="e", model=OffloadingModelConfig("tiny", "bfloat16"),

@@ -277,7 +277,8 @@ def test_hashes_that_do_not_last_are_refused_with_advice(monkeypatch: pytest.Mon
     ("groups", "parallel", "said"),
     [
         (2, {}, "2 groups"),
-        (1, {"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
+        (1, {"prefill_context_parallel_size": 2}, "prefill_context_parallel_size is 2"),
+        (1, {"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2, and this vLLM does not tell"),
     ],
 )
 def test_models_that_are_not_served_are_refused_with_the_reason(

@@ -25,7 +25,7 @@ from kvtier.errors import IdentityError
 from kvtier.identity.namespace import Namespace
 from kvtier.tiers.host.arena import Arena
 from tests.connectors.vllm.test_identity import vllm_config
-from tests.connectors.vllm.test_parts import handle_of
+from tests.connectors.vllm.test_parts import handle_of, layer_outside, pages
 
 BLOCKS, PAGE = 6, 1024
 
@@ -99,14 +99,22 @@ def test_stages_of_unequal_size_keep_apart_and_leave_the_rest_of_a_piece_clear()
 
 
 def named(
-    *stages: tuple[str, ...], width: int = 1, replicated: bool = False, several: str = "", **changed: Any
+    *stages: tuple[str, ...], width: int = 1, copies: bool = False, several: str = "", **changed: Any
 ) -> Namespace:
     """The namespace of an engine whose stages have these layers, of a page each; `several`: the name of its groups,
     `changed`: of the last rank."""
     ranks, given = width * len(stages), {"groups": several, "stages": len(stages)}
-    layout = CacheLayout(stages[0], (PAGE,) * len(stages[0]), 64, "NHD", ranks, 0, replicated, **given)
+    layout = CacheLayout(stages[0], (PAGE,) * len(stages[0]), 64, "NHD", ranks, 0, copies, **given)
     shakes = {
-        rank: Handshake(f"{len(names)}*8x2x32/1", "bfloat16", len(names) * PAGE, "", layers=names, groups=several)
+        rank: Handshake(
+            f"{len(names)}*8x2x32/1",
+            "bfloat16",
+            len(names) * PAGE,
+            "",
+            layers=names,
+            groups=several,
+            replicated=copies,
+        )
         for rank, names in enumerate(names for names in stages for _ in range(width))
     }
     shakes[ranks - 1] = replace(shakes[ranks - 1], **changed)
@@ -119,7 +127,7 @@ def test_stages_and_their_layers_are_in_the_name_of_a_block() -> None:
     assert (two.tp, two.pp, two.ranks_served, two.layers, two.block_bytes) == (1, 2, 2, "0:4", 4 * PAGE)
     both = named(("a", "b"), ("c", "d"), width=2)
     assert (both.tp, both.pp, both.ranks_served, both.block_bytes) == (2, 2, 4, 8 * PAGE)
-    shared = named(("a", "b"), ("c", "d"), width=2, replicated=True)
+    shared = named(("a", "b"), ("c", "d"), width=2, copies=True)
     assert (shared.tp, shared.pp, shared.ranks_served, shared.block_bytes) == (2, 2, 2, 4 * PAGE)
     unequal = named(("a", "b", "c"), ("d",))
     assert (unequal.ranks_served, unequal.layers, unequal.block_bytes) == (2, "0:4", 6 * PAGE)
@@ -139,11 +147,25 @@ def test_stages_and_their_layers_are_in_the_name_of_a_block() -> None:
         ({"piece_bytes": 5}, "4 ranks with equal tensors per stage"),
         ({"layout": "other"}, "4 ranks with equal tensors per stage"),
         ({"layers": ("c", "e")}, "4 ranks with equal tensors per stage"),
+        ({"groups": "x"}, "4 ranks with equal tensors per stage"),
+        ({"replicated": True}, "which piece of a block is whose"),
     ],
 )
 def test_ranks_of_a_stage_that_differ_are_refused(changed: dict[str, Any], said: str) -> None:
     with pytest.raises(IdentityError, match=said):
         named(("a", "b"), ("c", "d"), width=2, **changed)
+
+
+def test_a_worker_says_how_its_ranks_divide_the_tokens() -> None:
+    """vLLM settles that in the workers: the scheduler may have been told otherwise."""
+
+    def said(context: int, interleave: int) -> str:
+        worker = WorkerHalf(replace(pages(), context=context, interleave=interleave))
+        worker.register(layer_outside())
+        return worker.handshake().layout
+
+    assert len({said(1, 1), said(2, 1), said(2, 4), said(4, 1)}) == 4
+    assert said(1, 4) == said(1, 1), "the control: nothing is divided"
 
 
 def test_stages_that_are_told_wrongly_are_refused() -> None:

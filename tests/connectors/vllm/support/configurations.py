@@ -37,6 +37,9 @@ def _speculation(**given: Any) -> dict[str, Any]:
 
 _WORDS = {"tokenizer": {"words": True}, "skip_tokenizer_init": False}
 _TWICE = "refused: several KV cache groups"
+_MODELLESS = "works: shown without a model"
+_DIVIDED = "refused: their tokens are not divided"
+_UNNAMED = "refused: its workers are not told apart"
 
 ROWS = (
     Row("greedy sampling", engine=_WORDS),
@@ -106,11 +109,17 @@ ROWS = (
     Row("latent attention over pipeline stages, whose ranks share", off="not tried: with prefix caching alone",
         test="test_stages.py::test_ranks_of_a_stage_share_latent_attention"),
     Row("pipeline stages of windows or states beside full attention", off="refused: prefix caching is needed",
-        test="test_stages.py::test_windows_and_states_come_back_over_stages"),
-    Row("tensor parallelism of windows or states", on="refused: not proved", off="refused: prefix caching is needed",
-        test="test_groups.py::test_set_ups_that_were_not_proved_are_refused_for_several_groups_only"),
-    Row("context parallelism", on="refused: it needs other block shapes", off="refused: it needs other block shapes",
-        test="test_groups.py::test_context_parallelism_is_refused_with_the_reason"),
+        test="test_group_ranks.py::test_windows_and_states_come_back_on_all_ranks"),
+    Row("tensor parallelism of windows or states", off="refused: prefix caching is needed",
+        test="test_group_ranks.py::test_windows_and_states_come_back_on_all_ranks"),
+    Row("both, of windows or states", off="refused: prefix caching is needed",
+        test="test_group_ranks.py::test_windows_and_states_come_back_on_all_ranks"),
+    Row("decode context parallelism of full attention", on=_MODELLESS, off=_MODELLESS,
+        test="test_stage_steps.py::test_a_prompt_comes_back_whose_tokens_ranks_divide_among_them"),
+    Row("decode context parallelism of windows or states", on=_DIVIDED, off=_DIVIDED,
+        test="test_groups.py::test_decode_context_parallelism_is_served_for_full_attention_alone"),
+    Row("prefill context parallelism", on=_UNNAMED, off=_UNNAMED,
+        test="test_groups.py::test_prefill_context_parallelism_is_refused_with_the_reason"),
     Row("`xxhash` block hashes", on="refused: they do not resist collisions",
         off="refused: they do not resist collisions",
         test=f"{VARIANTS}::test_what_is_not_served_is_refused_at_start_with_the_reason"),

@@ -14,7 +14,7 @@ import os
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from kvtier.connectors.vllm.connector import KVTierConnector
 
 _MODEL = {
     "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 1024, "hidden_size": 64,
-    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32,
+    "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32,
     "max_position_embeddings": 4096, "sliding_window": 64, "torch_dtype": "float32",
 }  # fmt: skip
 
@@ -163,6 +163,7 @@ class Modelless:
         cache = self.vllm_config.cache_config
         cache.num_gpu_blocks = blocks
         self.size = size
+        self.unit = unit = size * self.vllm_config.parallel_config.decode_context_parallel_size  # tokens of a block
         groups = groups_of_layers(windows, layers, size, full_at, states, checkpoints)
         self.checkpoints = checkpoints
         self.states = [n for n, group in enumerate(groups) if isinstance(group.kv_cache_spec, MambaSpec)]
@@ -179,17 +180,17 @@ class Modelless:
             kv_cache_tensors=[KVCacheTensor(page * blocks, names, 0, page) for names in shared],
             kv_cache_groups=groups,
             prefix_cache_retention_interval=cache.prefix_cache_retention_interval,
-            hash_block_size=size,
-            cache_hit_alignment_tokens=size,
+            hash_block_size=unit,
+            cache_hit_alignment_tokens=unit,
         )
         self.memory = [torch.full((blocks, size), -1, dtype=torch.int64) for _ in range(layers)]
         self.scheduler = (AsyncScheduler if self.asynchronous else Scheduler)(
-            vllm_config=self.vllm_config, kv_cache_config=self.kv_config, block_size=size, hash_block_size=size,
+            vllm_config=self.vllm_config, kv_cache_config=self.kv_config, block_size=unit, hash_block_size=unit,
             structured_output_manager=StructuredOutputManager(self.vllm_config), log_stats=True,
         )  # fmt: skip
         hashing = get_hash_fn_by_name(cache.prefix_caching_hash_algo)
         init_none_hash(hashing)
-        self.hasher = get_request_block_hasher(size, hashing)
+        self.hasher = get_request_block_hasher(unit, hashing)
         self.sessions: set[str] = set()
         self.tables: dict[str, list[list[int]]] = {}  # as the workers know them
         self.tokens: dict[str, list[int]] = {}  # of a request, as sampled by the workers
@@ -359,13 +360,16 @@ class Modelless:
                 for table, more in zip(self.tables[name], blocks, strict=True):
                     table += more
 
+    def _located(self, places: range) -> Iterator[tuple[int, int, int]]:
+        """Those of a request's tokens that this worker keeps, each with the depth of its block and its place there."""
+        return ((place, place // self.size, place % self.size) for place in places)
+
     def _content(self, name: str, place: int) -> int:
         prefix = [*self.tokens[name], *self._given][: place + 1]
         return int.from_bytes(hashlib.blake2b(repr(prefix).encode(), digest_size=7).digest())
 
     def _forward(self, name: str, begin: int, end: int) -> list[int]:
         """Compute tokens begin … end-1 of a request. Raises Wrong where attention would read something else."""
-        size = self.size
         for group in self.states:
             self._advance_state(name, group, begin, end)
         for group, table in enumerate(self.tables[name]):
@@ -373,17 +377,17 @@ class Modelless:
                 continue
             window = self.windows[group]
             first = 0 if not window else max(0, begin - window + 1)
-            for place in range(first, begin):
-                block = table[place // size]
+            for place, depth, offset in self._located(range(first, begin)):
+                block = table[depth]
                 for layer in range(self.layers[group]):
-                    found = int(self.memory[layer][block, place % size])
+                    found = int(self.memory[layer][block, offset])
                     if found != self._content(name, place) * 16 + group or not block:
                         raise Wrong(f"{name}: group {group}, layer {layer}, token {place} of {begin}, block {block}")
             self.checked += begin - first
-            for place in range(begin, end):
-                block = table[place // size]
+            for place, depth, offset in self._located(range(begin, end)):
+                block = table[depth]
                 for layer in range(self.layers[group]):
-                    self.memory[layer][block, place % size] = self._content(name, place) * 16 + group
+                    self.memory[layer][block, offset] = self._content(name, place) * 16 + group
         return self._sample(name, end)
 
     def _sample(self, name: str, end: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What tests do inside of each worker of an engine with pipeline stages: vLLM mixes this into its worker's class."""
+"""What tests do inside of each worker of an engine with several ranks: vLLM mixes this into its worker's class."""
 
 from __future__ import annotations
 
@@ -28,6 +28,12 @@ class StageWorker:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )
+
+    def stage_mend_kernels(self) -> None:
+        """What vLLM's kernels of Mamba 2 lack on CPUs."""
+        from mended_kernels import mend_mamba2
+
+        mend_mamba2()
 
     def stage_process(self) -> int:
         import os
@@ -66,22 +72,21 @@ class StageWorker:
 
     def stage_break_loads(self, rank: int, how: str, positions: list[int]) -> None:
         """On one rank: `zeros`: loads bring zeros and say that they succeeded; `fail`: these positions of every load
-        fail; `hang`: loads are neither made nor answered; `late`: they are made three steps late. Until `mend`."""
+        fail; `hang`: loads are neither made nor answered; `late`: they are made three steps late. `now and then`: every
+        third load fails at one position on one of `rank` ranks in turn, and some are late. Until `mend`."""
         half = self._stage_half
+        if how == "now and then":
+            self._stage_strike(rank)
+            return
         if self.rank != rank:
             return
         if how == "fail":
             submit = half._submit
 
             def fail(job: Any) -> Any:
-                ticket, moves = submit(job), job.moves
+                ticket, count = submit(job), len(job.moves.blocks)
                 if job.request:
-                    failed = {place for place in positions if place < len(moves.blocks)}
-                    half._failed.setdefault(moves.job, set()).update(failed)
-                    half.poll()
-                    for tensor in half._described.memory.owners:
-                        for place in failed:
-                            tensor[moves.blocks[place]].fill_(7.0)
+                    self._stage_fail(job, {place % count for place in positions if -count <= place < count})
                 return ticket
 
             half._submit = fail
@@ -110,6 +115,48 @@ class StageWorker:
 
         half.load = {"late": late, "hang": hang}[how]
 
+    def _stage_fail(self, job: Any, failed: set[int]) -> None:
+        """These positions of a load that was submitted."""
+        half, moves = self._stage_half, job.moves
+        half._failed.setdefault(moves.job, set()).update(failed)
+        half.poll()
+        for tensor in half._described.memory.owners:
+            for place in failed:
+                tensor[moves.blocks[place]].fill_(7.0)
+
+    def _stage_strike(self, ranks: int) -> None:
+        half = self._stage_half
+        submit, load, begun, made = half._submit, half.load, 0, 0
+        self._stage_held = []
+
+        def now_and_then(job: Any) -> Any:
+            nonlocal made
+            ticket = submit(job)
+            if job.request:
+                made += 1
+                if made % (3 * ranks) == 3 * self.rank:
+                    self._stage_fail(job, {made % len(job.moves.blocks)})
+            return ticket
+
+        def late(loads: Any) -> None:
+            nonlocal begun
+            due = [job for turns, job in self._stage_held if turns <= 1]
+            self._stage_held = [(turns - 1, job) for turns, job in self._stage_held if turns > 1]
+            for job in loads:
+                begun += 1
+                if begun % (3 * ranks + 1) == self.rank:
+                    self._stage_held.append((3, job))
+                else:
+                    due.append(job)
+            load(due)
+
+        half._submit, half.load = now_and_then, late
+
+    def stage_hold_copies(self, rank: int) -> None:
+        """Copies of one rank are begun in both directions and not made until `mend`."""
+        if self.rank == rank:
+            self._stage_half.poll = lambda: None
+
     def stage_hold_stores(self, rank: int) -> None:
         """Copies out of one rank are neither made nor answered until `mend`."""
         if self.rank == rank:
@@ -118,7 +165,7 @@ class StageWorker:
 
     def stage_mend(self) -> None:
         half = self._stage_half
-        for name in ("load", "_submit", "store"):
+        for name in ("load", "_submit", "store", "poll"):
             half.__dict__.pop(name, None)
         if (finish := vars(self).pop("_stage_finish", None)) is not None:
             half._finish = finish

@@ -1,4 +1,5 @@
-"""Like engine_host, with pipeline stages: the scheduler in this process, each rank in one of its own."""
+"""Like engine_host, with several ranks: the scheduler in this process, each rank in one of its own. Two pipeline stages
+unless the engine's options say otherwise."""
 
 from __future__ import annotations
 
@@ -27,10 +28,13 @@ class StagesHost(engine_host.Host):
         }
         super().__init__(options)
         self._on_all("stage_ready")
+        if options.get("mended"):
+            self._on_all("stage_mend_kernels")
         self._keys: dict[int, list[str]] = {}  # of a job's moves
         self._loads: set[int] = set()
         self._stored: dict[str, list[str]] = {}  # a block's digests by key, rank by rank
         self._under_way = 0
+        self._struck_last = 0  # the rank
         if options.get("config") is not None:
             self._watch()
 
@@ -100,10 +104,28 @@ class StagesHost(engine_host.Host):
     def mend(self) -> None:
         self._on_all("stage_mend")
 
-    def damage_piece(self, folder: str, prompt: list[int], depth: int, rank: int) -> int:
-        """Flip a byte on disk of one rank's piece of a block of a prompt, which is in G2, too. Returns in how many
-        places it was found."""
-        slot = self.cache.manager.host.index.get(self._chain(prompt)[depth])
+    # As `Faults` has them in an engine of one rank; each strikes another rank than the one before.
+
+    def _next_rank(self) -> int:
+        self._struck_last = (self._struck_last + 1) % self.connector._cache_layout.ranks
+        return self._struck_last
+
+    def break_loads(self, how: str, positions: list[int] | None = None, layers: str = "") -> None:
+        rank = self.connector._cache_layout.ranks if how == "now and then" else self._next_rank()
+        self.break_stage(rank, how, positions)
+
+    def hold_copies(self) -> None:
+        self._on_all("stage_hold_copies", self._next_rank())
+
+    def hold_stores(self) -> None:
+        self.hold_stores_of(self._next_rank())
+
+    def damage_piece(self, folder: str, prompt: list[int], depth: int, rank: int, group: str = "full") -> int:
+        """Flip a byte on disk of one rank's piece of a prompt's block at a depth, or of the `last` block that groups
+        beside the full one need behind it; it is in G2, too. Returns in how many places it was found."""
+        chain = self._chain(prompt)
+        key = chain[depth] if group == "full" else self.half._keys(chain, depth + 1)[-1]
+        slot = self.cache.manager.host.index.get(key)
         sample, found = bytes(slot.pieces[rank][:64]), 0
         for path in Path(folder).rglob("*"):
             if not path.is_file() or path.suffix in (".mdb", ".lock") or path.stat().st_size < 1 << 16:
