@@ -17,6 +17,7 @@ from kvtier.tiers.disk.drain import Drain
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.owner import Owner
 from kvtier.tiers.disk.records import SEGMENTS, SLOT_ALIGN, Entry, NewBlock, Segment, SlotReservation, number_key
+from kvtier.tiers.disk.relocation import Copied, Relocation, end_relocation
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Stored
 from kvtier.times import Wall
@@ -58,21 +59,29 @@ class ClassStore:
         self.results = Counter[tuple[int, Stored]]()
         self.cpu_s_max = 0.0
         self.evictions_max = 0
+        self._relocating: list[Relocation] = []
 
     def transact(self, work: Callable[[WriteTxn], T], *, drain: bool = True) -> T:
-        """One transaction: `work`, and the next step of the drain."""
+        """One transaction: `work`, and the next step of the drain. Guests that go back have been copied by the next."""
         step = self.drain.step(self.index, NOW) if drain else None
+        copied, self._relocating = self._relocating, []
 
-        def run(txn: WriteTxn) -> T:
+        def run(txn: WriteTxn) -> tuple[T, object]:
+            for one in copied:
+                end_relocation(txn, one, Copied.DURABLE)
             result = work(txn)
-            if step is not None:
-                step(txn)
+            begun = None if step is None else step(txn)
             self.evictions_max = max(self.evictions_max, len(txn.evicted))
-            return result
+            return result, begun
 
-        begun = time.thread_time()
-        result = self.index.transact(run)
-        self.cpu_s_max = max(self.cpu_s_max, time.thread_time() - begun)
+        began = time.thread_time()
+        result, begun = self.index.transact(run)
+        self.cpu_s_max = max(self.cpu_s_max, time.thread_time() - began)
+        for one in copied:
+            one.ended = True
+        if isinstance(begun, list):
+            self.drain.relocations.began(begun)
+            self._relocating = begun
         return result
 
     def put(self, access: Access, priority: int = PRIORITY) -> Stored:
@@ -102,7 +111,7 @@ class ClassStore:
         """Transactions until nothing drains."""
         for _ in range(TRIES_MAX):
             self.transact(lambda txn: None)
-            if not self.drain.busy:
+            if not self.drain.busy and not self._relocating:
                 return
         raise AssertionError("it drains for ever")
 
@@ -143,7 +152,7 @@ class ClassStore:
         for access in self.transact(use):
             self.put(access)
         for _ in range(STEPS_BETWEEN):
-            if self.drain.busy:
+            if self.drain.busy or self._relocating:
                 self.transact(lambda txn: None)
 
     def try_put(self, txn: WriteTxn, access: Access, priority: int = PRIORITY) -> Stored | None:
@@ -155,28 +164,34 @@ class ClassStore:
         return txn.publish(slot, block, NOW) if isinstance(slot, SlotReservation) else slot
 
 
-def lru_hit_bytes(accesses: Iterable[Access], slot_cls: int, capacity: int) -> int:
+Stretch = tuple[Sequence[Access], int]
+"""Traffic, and how many slots of each class writes hold meanwhile."""
+
+
+def lru_hit_bytes(traffic: Iterable[Stretch], slot_cls: int, capacity: int) -> int:
     """Hit bytes of one class alone in so many bytes."""
-    held: OrderedDict[int, None] = OrderedDict()
-    slots, hits = capacity // (slot_cls * SLOT_ALIGN), 0
-    for cls, number in accesses:
-        if cls != slot_cls:
-            continue
-        if number in held:
-            hits += slot_cls * SLOT_ALIGN
-            held.move_to_end(number)
-        elif slots:
-            held[number] = None
-            if len(held) > slots:
-                held.popitem(last=False)
+    resident: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for accesses, held in traffic:
+        slots = max(0, capacity // (slot_cls * SLOT_ALIGN) - held)
+        for cls, number in accesses:
+            if cls != slot_cls:
+                continue
+            if number in resident:
+                hits += slot_cls * SLOT_ALIGN
+                resident.move_to_end(number)
+            elif slots:
+                resident[number] = None
+            while len(resident) > slots:
+                resident.popitem(last=False)
     return hits
 
 
-def best_split(accesses: Sequence[Access], classes: tuple[int, int], segments: int, segment_bytes: int) -> int:
+def best_split(traffic: Sequence[Stretch], classes: tuple[int, int], segments: int, segment_bytes: int) -> int:
     """Hit bytes of the best static split of the segments in hindsight."""
     first, second = classes
     return max(
-        lru_hit_bytes(accesses, first, count * segment_bytes)
-        + lru_hit_bytes(accesses, second, (segments - count) * segment_bytes)
+        lru_hit_bytes(traffic, first, count * segment_bytes)
+        + lru_hit_bytes(traffic, second, (segments - count) * segment_bytes)
         for count in range(segments + 1)
     )

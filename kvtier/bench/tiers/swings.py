@@ -61,9 +61,11 @@ DEMANDS: dict[str, Callable[[random.Random, int], Numbers]] = {
 
 @dataclass(frozen=True)
 class Swings:
-    """`ratio`: hit bytes of those of the best static split. `evictions_max` and `cpu_ms_max` are of one transaction."""
+    """`ratio`: hit bytes of those of the best static split, in which the writes that are in the way hold as many slots;
+    `ratio_free`: of one in which they hold none. `evictions_max` and `cpu_ms_max` are of one transaction."""
 
     ratio: float
+    ratio_free: float
     outcomes: frozenset[Stored]
     evictions_max: int
     cpu_ms_max: float
@@ -103,9 +105,18 @@ def swing(
             if obstacles is not None:
                 obstacles.clear()
             _check(store)
-        best = best_split([*itertools.chain(*traffic)], (large, SMALL), SEGMENTS, segment_bytes)
-        outcomes = frozenset(outcome for _cls, outcome in store.results)
-        return Swings(store.hits.total() / best, outcomes, store.evictions_max, 1000 * store.cpu_s_max)
+        hits, outcomes = store.hits.total(), frozenset(outcome for _cls, outcome in store.results)
+        ratio, ratio_free = (
+            hits
+            / best_split(
+                [(accesses, held if number else 0) for number, accesses in enumerate(traffic)],
+                (large, SMALL),
+                SEGMENTS,
+                segment_bytes,
+            )
+            for held in (WRITES if in_the_way else 0, 0)
+        )
+        return Swings(ratio, ratio_free, outcomes, store.evictions_max, 1000 * store.cpu_s_max)
     finally:
         store.index.close()
 

@@ -5,6 +5,7 @@
     sweep     blocks of the chosen segments, ROWS_PER_STEP rows at a time; each find is evicted by the next transaction,
               or becomes a guest (`kvtier.tiers.disk.guests`) if it must stay
     lodge     writes that do not end become guests, too; guests that need not stay leave where their place is wanted
+    relocate  guests that keep more than their own bytes from the class go back to their own (`relocation`)
 
 Below the write lock there is one bounded slice of evictions per transaction. A draining segment is marked in the index,
 so its free slots do not go back to its class; the next sweep takes up what another one left.
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -25,7 +26,7 @@ from kvtier.retention.terms import Depth
 from kvtier.tiers.disk.allocator import Geometry, Promise, promises_in
 from kvtier.tiers.disk.bad_places import bad_places
 from kvtier.tiers.disk.class_worth import ClassWorth, step_of, worths_in
-from kvtier.tiers.disk.extents import Extent, clear_slots
+from kvtier.tiers.disk.extents import Extent, clear_slots, kept_by
 from kvtier.tiers.disk.gifts import Gift, gifts
 from kvtier.tiers.disk.guests import extent_of, guests_in, is_guest
 from kvtier.tiers.disk.index import Index
@@ -49,6 +50,7 @@ from kvtier.tiers.disk.records import (
     tick_in,
     time_at,
 )
+from kvtier.tiers.disk.relocation import Relocations, misplaced
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.times import Wall
 
@@ -108,6 +110,7 @@ class Drain:
         self._found = 0  # blocks, by this sweep
         self._patience = LOOKS_AT_WRITES
         self._stopped = False
+        self.relocations = Relocations()
         self.stuck = False
         """Whether the last sweep found nothing to evict in segments that are in use all the same: by writes."""
 
@@ -118,21 +121,28 @@ class Drain:
     @property
     def busy(self) -> bool:
         """Whether the next step has something to do."""
-        return not self._stopped and (self._survey is not None or bool(self._sweeps))
+        return not self._stopped and (self._survey is not None or bool(self._sweeps) or self.relocations.busy)
 
     def serves(self, index: Index, slot_cls: int) -> bool:
-        """Whether space for the class may come: its demand was not looked at, or segments are drained for it."""
+        """Whether space for the class may come: its demand was not looked at, segments are drained for it, or guests go
+        back."""
         surveyed = self._survey is not None and self._survey.taker == slot_cls
-        return surveyed or index.demand.must(slot_cls) or slot_cls in self._takers
+        comes = surveyed or slot_cls in self._takers or self.relocations.promising
+        return comes or index.demand.must(slot_cls)
 
     def step(self, index: Index, wall_s: Wall) -> Work | None:
-        """One short read, and what the next transaction has to do by it. Raises what reading a damaged index raises."""
+        """One short read, and what the next transaction has to do by it: a list of relocations as its result is
+        `relocations.began`'s, and the caller's to carry out. Raises what reading a damaged index raises."""
         if self._stopped:
             return None
         if self._sweeps:
             return self._sweep(index, wall_s)
         if self._survey is not None:
             return self._read_on(index, wall_s)
+        waits = self.relocations.promising  # where slots come free, no further segment is wanted yet
+        begin = self.relocations.step(index, wall_s)
+        if begin is not None or waits:
+            return begin
         self._look_in -= 1
         if index.demand.waits or self._look_in < 0:
             self._look_in = STEPS_PER_LOOK
@@ -222,7 +232,7 @@ class Drain:
         if not picked and not promised:
             geometry, written = Geometry.decode(txn.get(GEOMETRY_KEY)), _written(txn)
             for segment, strays in survey.strays.items():
-                if strays and _has_room(txn, survey, geometry, segment, written.get(segment, [])):
+                if strays and _has_room(txn, survey, geometry, segment, written.get(segment, ())):
                     return self._evict_guests(strays, survey, wall_s)
         self._survey = None
         if not picked:
@@ -250,19 +260,19 @@ class Drain:
 
     def _segments_to_drain(self, txn: Any, survey: _Survey, promised: Container[int]) -> list[int]:
         geometry, written = Geometry.decode(txn.get(GEOMETRY_KEY)), _written(txn)
-
-        def has_room(segment: int) -> bool:
-            guests = [extent for _segment, extent in guests_in(txn, segment)]
-            return _has_room(txn, survey, geometry, segment, guests + written.get(segment, []))
-
         mine = [one for one, slot_cls in survey.classes.items() if slot_cls == survey.giver and one not in promised]
         mine.sort(key=lambda segment: survey.warmth[segment])
-        wanted = max(1, survey.gifts[0].size // geometry.segment_bytes)
-        idle = (segment for segment in mine if segment not in written and has_room(segment))
-        picked = list(islice(idle, wanted))
-        if not picked and not promised:
-            picked = list(islice((segment for segment in mine if segment in written and has_room(segment)), 1))
-        return picked
+        wanted, goes = max(1, survey.gifts[0].size // geometry.segment_bytes), not misplaced(txn)
+
+        def some(segments: Sequence[int], most: int) -> list[int]:
+            free = (one for one in segments if _has_room(txn, survey, geometry, one, _others(txn, one, written)))
+            found = list(islice(free, most))
+            if len(found) < most and goes:
+                found += _to_clear(txn, survey, geometry, mine, segments, found, most, written)
+            return found
+
+        picked = some([segment for segment in mine if segment not in written], wanted)
+        return picked if picked or promised else some([segment for segment in mine if segment in written], 1)
 
     # Sweeping.
 
@@ -286,6 +296,7 @@ class Drain:
                 self._sweeps, self._next = self._sweeps[1:], b""
                 if not draining:
                     self._sweeps = []
+                self.relocations.look_soon()
                 used = [number for number in draining if Segment.decode(txn.get(number_key(SEGMENTS, number))).used]
                 self.stuck = bool(used) and not self._found and not found and not self._sweeps
             self._found += len(found)
@@ -307,12 +318,48 @@ def _writes_in(txn: Any, segments: Iterable[int]) -> list[SlotReservation]:
     return list(islice((write for write in found if not is_guest(txn, write)), EVICTIONS_PER_TXN))
 
 
-def _has_room(txn: Any, survey: _Survey, geometry: Geometry, segment: int, others: list[Extent]) -> bool:
-    """Whether a slot of the taker lies clear of what must stay in a segment, its bad places, and `others`."""
-    stays = iter(survey.stays.get(segment, ()))
-    extents = [Extent(first, units) for first, units in zip(stays, stays, strict=True)]
-    extents += [place.extent for place in bad_places(txn, segment)] + others
+def _others(txn: Any, segment: int, written: Mapping[int, Sequence[Extent]]) -> list[Extent]:
+    """What else lies in a segment and cannot be made to leave: guests, and writes."""
+    return [*(guest for _segment, guest in guests_in(txn, segment)), *written.get(segment, ())]
+
+
+def _has_room(
+    txn: Any, survey: _Survey, geometry: Geometry, segment: int, others: Sequence[Extent],
+    going: Container[Extent] = (),
+) -> bool:  # fmt: skip
+    """Whether a slot of the taker lies clear of what must stay in a segment and is not `going`, its bad places, and
+    `others`."""
+    extents = [one for one in _stays(survey, segment) if one not in going]
+    extents += [*others, *(place.extent for place in bad_places(txn, segment))]
     return clear_slots(extents, survey.taker, geometry.slots_of(segment, survey.taker)) > 0
+
+
+def _to_clear(
+    txn: Any, survey: _Survey, geometry: Geometry, mine: Sequence[int], among: Sequence[int], picked: Sequence[int],
+    wanted: int, written: Mapping[int, Sequence[Extent]],
+) -> list[int]:  # fmt: skip
+    """Further segments, `among` the giver's `mine`, until `wanted` are picked: each has room for the taker once blocks
+    that must stay have gone to the segments that are left, where there are slots for them. Those with the fewest."""
+    stays = {segment: _stays(survey, segment) for segment in mine}
+    going = {segment: {one for one in stays[segment] if kept_by(one, survey.taker) > one.units} for segment in mine}
+    free = {segment: geometry.slots_of(segment, survey.giver) - len(stays[segment]) for segment in mine}
+    space = sum(free.values()) - sum(free[one] + len(going[one]) for one in picked)
+    found: list[int] = []
+    for segment in sorted(set(among) - set(picked), key=lambda one: (len(going[one]), survey.warmth[one])):
+        left = space - free[segment] - len(going[segment])
+        if len(picked) + len(found) == wanted:
+            break
+        others = _others(txn, segment, written)
+        if left >= 0 and _has_room(txn, survey, geometry, segment, others, going[segment]):
+            space = left
+            found.append(segment)
+    return found
+
+
+def _stays(survey: _Survey, segment: int) -> set[Extent]:
+    """Where blocks that must stay lie in a segment."""
+    pairs = iter(survey.stays.get(segment, ()))
+    return {Extent(first, units) for first, units in zip(pairs, pairs, strict=True)}
 
 
 def evict(txn: WriteTxn, names: Iterable[bytes], wall_s: Wall) -> None:

@@ -23,6 +23,7 @@ from kvtier.tiers.disk.records import (
     Counters,
     Entry,
     FreeSlot,
+    SlotReservation,
     order_key_in,
     order_parts,
     rows,
@@ -118,6 +119,13 @@ class Entries:
         self._order.use(key)
         self._shares.removed(name, key)
         self._put(name, entry._replace(rank=max(entry.rank, rank), life=life))
+
+    def relocate(self, name: bytes, entry: Entry, to: SlotReservation) -> None:
+        """The block lies in another slot from now on; the one that it had is the caller's."""
+        moved = entry._replace(serial=to.serial, segment=to.segment, slot=to.slot)
+        self._txn.put(self._layout.key(name), self._layout.encode(name, moved))
+        self._shares.removed(name, entry.order_key())
+        self._shares.placed(name, self._order.replace(entry.order_key(), name, moved))
 
     def remove(self, name: bytes, entry: Entry) -> None:
         """Delete the records of a block; the slot is the caller's."""

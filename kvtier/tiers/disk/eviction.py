@@ -96,9 +96,7 @@ class EvictionOrder:
 
     def add(self, name: bytes, entry: Entry) -> bytes:
         """The block's row, by its rank and depth. Returns its key."""
-        key = entry.order_key()
-        self._txn.put(key, self._layout.written(name))
-        self._floors.lower_to(key, scope_in(name))
+        key = self._put(name, entry)
         self._worths.placed(entry.slot_class, tick_in(entry.rank))
         if entry.slot_class != self._only:
             self._only = None
@@ -109,6 +107,17 @@ class EvictionOrder:
         slot_cls, rank, _segment, _slot = order_parts(key)
         self._worths.removed(slot_cls, tick_in(rank))
         self._txn.delete(key)
+
+    def replace(self, key: bytes, name: bytes, entry: Entry) -> bytes:
+        """The block of the row `key` has another slot, and is as warm as it was. Returns its new key."""
+        self._txn.delete(key)
+        return self._put(name, entry)
+
+    def _put(self, name: bytes, entry: Entry) -> bytes:
+        key = entry.order_key()
+        self._txn.put(key, self._layout.written(name))
+        self._floors.lower_to(key, scope_in(name))
+        return key
 
     def use(self, key: bytes) -> None:
         """Delete the row of a block that is used and gets another."""

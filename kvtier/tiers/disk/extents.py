@@ -27,6 +27,11 @@ def common(some: range, others: range) -> range:
     return range(max(some.start, others.start), min(some.stop, others.stop))
 
 
+def kept_by(extent: Extent, slot_cls: int) -> int:
+    """Units of the slots of a class that it overlaps. Pure."""
+    return len(extent.slots(slot_cls)) * slot_cls
+
+
 def clear_slots(extents: Iterable[Extent], slot_cls: int, slots: int) -> int:
     """How many of a segment's first `slots` slots of a class overlap none of the extents, in any order. Pure."""
     count = end = 0

@@ -1,8 +1,11 @@
-"""What a process does to a store's files while the disk is idle: trials of bad places, and the next segment's zeros."""
+"""What a process does to a store's files while the disk is idle: trials of bad places, copies of guests that go back to
+their own class, and the next segment's zeros."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -10,16 +13,21 @@ from functools import partial
 from typing import Protocol
 
 from kvtier.errors import ClosedError, TierError
+from kvtier.tiers.disk.faults import NO_SPACE
 from kvtier.tiers.disk.group_commit import CommitJob
 from kvtier.tiers.disk.index import Index, Use
 from kvtier.tiers.disk.io_scheduler import IOScheduler
 from kvtier.tiers.disk.preallocate import Preallocator
 from kvtier.tiers.disk.records import SlotReservation
+from kvtier.tiers.disk.relocation import Copied, Relocation, copy_block, end_relocation
+from kvtier.tiers.disk.shared_sync import SharedSyncs
 from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.slot_health import SlotHealth
 from kvtier.tiers.disk.trial_queue import TrialQueue
 from kvtier.tiers.disk.trials import Trial, end_trial
 from kvtier.tiers.disk.write_txn import WriteTxn
+
+log = logging.getLogger(__name__)
 
 
 class IdleStore(Protocol):
@@ -28,14 +36,16 @@ class IdleStore(Protocol):
     health: SlotHealth
     io: IOScheduler
     slab: Slab
+    syncs: SharedSyncs
 
     @property
     def index_in_use(self) -> Index | None: ...
     def moving(self) -> AbstractContextManager[None]: ...
     def submit(self, work: Callable[[WriteTxn], None], use: Use) -> CommitJob[None]: ...
-    def give_back(self, reservations: Sequence[SlotReservation]) -> None: ...
+    def give_back(self, reservations: Sequence[SlotReservation], *, unused: bool = False) -> None: ...
     def quarantine(self, reason: str) -> None: ...
     def too_many_bad(self) -> None: ...
+    def volume_full(self, segment: int) -> None: ...
 
 
 class IdleWork:
@@ -48,6 +58,7 @@ class IdleWork:
         self._may_preallocate = may_preallocate
         self._segment = -1  # the last that was to be preallocated
         self._ahead: int | None = None  # the one that is
+        self._relocations = deque[Relocation]()
 
     def wake(self) -> None:
         """Begin, if the disk is idle. Never blocks."""
@@ -59,9 +70,24 @@ class IdleWork:
             self._segment = self._ahead = segment
             self.wake()
 
+    def relocate(self, some: Sequence[Relocation]) -> None:
+        """Copy blocks to the slots that are reserved for them. Never blocks."""
+        if some:
+            self._relocations.extend(some)
+            self.wake()
+
+    def stop(self) -> None:
+        """Give back the slots of copies that have not begun. From any thread; a step may run."""
+        with contextlib.suppress(IndexError):
+            while True:
+                self._give_up(self._relocations.popleft(), unused=True)
+
     def forget(self) -> None:
         """The store was opened anew. No step may run."""
         self.trials.clear()
+        for one in self._relocations:
+            one.ended = True
+        self._relocations.clear()
         self._segment, self._ahead = -1, None
 
     def _step(self) -> bool:
@@ -74,9 +100,11 @@ class IdleWork:
             return False
         if self.trials:
             self._try_place()
+        elif self._relocations:
+            self._relocate_next()
         elif self._ahead is not None:
             self._advance(index, self._ahead)
-        return bool(self.trials) or self._ahead is not None
+        return bool(self.trials) or bool(self._relocations) or self._ahead is not None
 
     def _advance(self, index: Index, segment: int) -> None:
         if not self._preallocator.advance(segment):
@@ -100,3 +128,44 @@ class IdleWork:
             self._store.give_back(trial.reservations)  # they stay set aside; the place is tried again another time
         else:
             self._store.health.counts["restored_slots"] += sound * len(trial.reservations)
+
+    def _relocate_next(self) -> None:
+        try:
+            one = self._relocations.popleft()
+        except IndexError:  # the store is being closed
+            return
+        try:
+            with self._store.moving():
+                copied = self._copy(one)
+            job = self._store.submit(partial(end_relocation, one=one, copied=copied), Use.DROP)
+        except (TierError, ClosedError):
+            one.ended = True  # the slot is taken back when the store is opened anew
+            return
+        job.future.add_done_callback(partial(self._relocated, one))
+
+    def _copy(self, one: Relocation) -> Copied:
+        """A copy is durable only if no sync failed meanwhile, another's included: that may have lost it."""
+        store, failures = self._store, self._store.syncs.failures
+        try:
+            copied = copy_block(store.slab, one)
+        except OSError as error:
+            log.info("g3: a guest of segment %d stays: %s", one.source.segment, error)
+            if error.errno in NO_SPACE:
+                store.volume_full(one.to.segment)
+            return Copied.FAILED
+        if copied is Copied.DURABLE:
+            try:
+                store.slab.sync(one.to.segment)
+            except OSError as error:
+                store.quarantine(f"fdatasync of a copy: {error}")
+                return Copied.FAILED
+        return Copied.FAILED if store.syncs.failures != failures else copied
+
+    def _relocated(self, one: Relocation, done: Future[None]) -> None:
+        if done.cancelled() or done.exception() is not None:
+            self._give_up(one)
+        one.ended = True
+
+    def _give_up(self, one: Relocation, *, unused: bool = False) -> None:
+        self._store.give_back([one.to], unused=unused)
+        one.ended = True

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from kvtier.tiers.disk.drain import EVICTIONS_PER_TXN, Drain
 from kvtier.tiers.disk.group_commit import CommitJob
 from kvtier.tiers.disk.index import Index, Use
+from kvtier.tiers.disk.relocation import Relocation
 from kvtier.tiers.disk.reserved_slots import ReservedSlots
 from kvtier.times import Wall
 
 
 class RoomMaker:
-    """Used on the writer thread, but for `stop`. `busy`: another step should follow soon."""
+    """Used on the writer thread, but for `stop`."""
 
-    def __init__(self, reserved: ReservedSlots, wall: Callable[[], Wall], may_write: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        reserved: ReservedSlots,
+        wall: Callable[[], Wall],
+        may_write: Callable[[], bool],
+        relocate: Callable[[Sequence[Relocation]], None],
+    ) -> None:
         """`reserved`: slots that are held for writes are given back where they may be in the way. `may_write`: whether
-        the budget allows a transaction; where it is spent, nothing leaves."""
-        self.busy = False
+        the budget allows a transaction; where it is spent, nothing leaves. `relocate`: copies blocks to the slots that
+        were reserved for them, and ends their relocations."""
         self._drain = Drain()
+        self._goes_on = False
         self._reserved = reserved
         self._wall = wall
         self._may_write = may_write
+        self._relocate = relocate
+
+    @property
+    def busy(self) -> bool:
+        """Whether another step should follow soon."""
+        return self._goes_on and self._drain.busy
 
     def stop(self) -> None:
         """Take no further step; the next process goes on. From any thread."""
@@ -30,17 +45,26 @@ class RoomMaker:
 
     def due_jobs(self, index: Index | None) -> list[CommitJob[Any]]:
         """The next step: one short read, and at most one job, whose transaction evicts a bounded number of blocks."""
-        self.busy = False
+        self._goes_on = False
         try:
             if index is None or not self._may_write():
                 return []
             work = self._drain.step(index, self._wall())
         except Exception:  # from a damaged index: the next transaction raises it, too
             return []
-        self.busy = self._drain.busy
+        self._goes_on = True
         if self._drain.stuck:
             self._reserved.give_back(self._reserved.clear(), unused=True)
-        return [] if work is None else [CommitJob(work, Use.DROP)]
+        if work is None:
+            return []
+        job: CommitJob[Any] = CommitJob(work, Use.DROP)
+        job.future.add_done_callback(self._committed)
+        return [job]
+
+    def _committed(self, done: Future[Any]) -> None:
+        if not done.cancelled() and done.exception() is None and isinstance(done.result(), list):
+            self._drain.relocations.began(done.result())
+            self._relocate(done.result())
 
     def evictions(self) -> int:
         """How many blocks the next step may evict."""

@@ -104,7 +104,9 @@ class Store:
         self._mark = MarkWatch(self.parts[0])
         self._dead_owners = DeadOwners()
         self._removals = Removals(self.touches, wall, lambda: maintained and self.may_write(COMMIT_BYTES))
-        self.room = RoomMaker(self.reserved, wall, lambda: maintained and self.may_write(COMMIT_BYTES))
+        self.room = RoomMaker(
+            self.reserved, wall, lambda: maintained and self.may_write(COMMIT_BYTES), self._idle.relocate
+        )
         self._hold_until = 0.0
         hooks = self._writer_failed, lambda: 3 * self.reserved.writes // 4, self.room.evictions
         self._writer = GroupCommit(self._work, self._rest, IDLE_S, "kvtier-g3-writer", *hooks)
@@ -200,8 +202,8 @@ class Store:
         log.warning("g3: %s: still waiting for the device, or for a stopped process, to close", self.parts[0])
 
     def _close(self) -> None:
-        stops = (self.room.stop, self._writer.stop, self.io.stop, self._preallocator.stop, self._state.close)
-        for close in (*stops, lambda: self.slab.close(), self._lock.release):
+        stops = (self.room.stop, self._idle.stop, self._writer.stop, self.io.stop, self._preallocator.stop)
+        for close in (*stops, self._state.close, lambda: self.slab.close(), self._lock.release):
             try:
                 close()
             except Exception:  # the rest is given back all the same

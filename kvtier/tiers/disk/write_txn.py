@@ -165,6 +165,32 @@ class WriteTxn:
             found.append(reservation)
         return found
 
+    def reserve_other(self, name: bytes, entry: Entry, wall_s: Wall) -> SlotReservation | None:
+        """Another slot for a block that is here, free or of a block of its class that may leave for it; None if there
+        is none, or the budget is spent. It wants no space of other classes."""
+        self._wall_s = wall_s
+        if not self.budget.allows(entry.slot_bytes):
+            return None
+        self._sheltered.add(name)
+        place, slot_cls = self.segments.take(entry.slot_class), entry.slot_class
+        if place is None:
+            victim = self._evict(lambda: self.order.victim(slot_cls, wall_s), priority_in(entry.rank))
+            place = None if victim is None else self.segments.take_from(victim)
+        return None if place is None else self._reserve_place(slot_cls, place)
+
+    def relocate(self, name: bytes, serial: int, to: SlotReservation) -> bool:
+        """The bytes of the block, as the write `serial` stored it, are durable in `to`: there it lies from now on. If
+        it is gone, purged, or of another write by now, `to` is free instead. Whether it was done."""
+        if not self._cancel_reservation(to):
+            return False
+        entry = self.find(name)
+        if entry is None or entry.serial != serial or self.purged.covers(name, entry.mark):
+            self.segments.give(to)
+            return False
+        self._entries.relocate(name, entry, to)
+        self.segments.give(entry)
+        return True
+
     def publish(self, reservation: SlotReservation, block: NewBlock, wall_s: Wall, share_bytes: int = 0) -> Stored:
         """Make a written block visible, its scope's coldest leaving where it would exceed `share_bytes` (0: any).
 
@@ -325,8 +351,9 @@ class WriteTxn:
         place = self.segments.take(slot_cls) or self._take_from_victim(slot_cls, priority)
         if slot_cls in self.segments.short:
             self._want(slot_cls, priority, must=False)
-        if place is None:
-            return None
+        return None if place is None else self._reserve_place(slot_cls, place)
+
+    def _reserve_place(self, slot_cls: int, place: tuple[int, int]) -> SlotReservation:
         self.budget.charge(slot_cls * SLOT_ALIGN)
         return self.reserve_place(FreeSlot(slot_cls, *place))
 

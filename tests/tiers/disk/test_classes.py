@@ -109,11 +109,24 @@ async def test_retained_blocks_keep_no_other_class_out(tmp_path: Path, where: st
         assert await get(large, keys(LARGE, 60)[-1:]) == [True]
 
 
+async def test_retained_blocks_on_every_large_slot_go_together(tmp_path: Path) -> None:
+    """Each of the larger slots has one on it. They are copied to where they keep fewer, and read as before."""
+    async with both(tmp_path / "g3") as (small, large):
+        await fill(small, FULL_SMALL)
+        kept = FULL_SMALL[::8]
+        assert all(await small.retain(kept, until=small._clock.wall() + 3600))
+        for index in range(20):
+            assert await put(large, keys(LARGE, 20), [index]) == [Stored.STORED]
+        assert await get(small, kept) == [True] * len(kept)
+        assert resident(large, keys(LARGE, 20)) >= 10
+        small.check()
+
+
 async def test_what_must_stay_stays_and_costs_no_search_below_the_lock(tmp_path: Path) -> None:
     clock = VirtualClock()
     async with both(tmp_path / "g3", clock) as (small, large):
         await fill(small, FULL_SMALL)
-        kept = FULL_SMALL[::8]
+        kept = [key for place, key in enumerate(FULL_SMALL) if place % 32]  # in no other segments is room for one's
         assert all(await small.retain(kept, until=clock.wall() + 3600))
         before = small._store.tick
         for index in range(20):

@@ -12,7 +12,7 @@ from kvtier.tiers.disk.room_maker import RoomMaker
 
 def test_a_spent_budget_makes_no_room_and_keeps_no_thread_busy(tmp_path: Path) -> None:
     store, allowed = ClassStore(tmp_path / "index", 8, 64 * SLOT_ALIGN), [True]
-    room = RoomMaker(ReservedSlots(), lambda: NOW, lambda: allowed[0])
+    room = RoomMaker(ReservedSlots(), lambda: NOW, lambda: allowed[0], lambda some: None)
     store.run((1, number) for number in range(8 * 64))
     while not store.draining():
         store.transact(lambda txn: store.try_put(txn, (64, 0)), drain=False)
@@ -33,7 +33,7 @@ def test_a_spent_budget_makes_no_room_and_keeps_no_thread_busy(tmp_path: Path) -
 
 def test_no_step_is_taken_without_an_index_or_after_the_end(tmp_path: Path) -> None:
     store = ClassStore(tmp_path / "index", 8, 64 * SLOT_ALIGN)
-    room = RoomMaker(ReservedSlots(), lambda: NOW, lambda: True)
+    room = RoomMaker(ReservedSlots(), lambda: NOW, lambda: True, lambda some: None)
     store.run((1, number) for number in range(8 * 64))
     store.transact(lambda txn: store.try_put(txn, (64, 0)), drain=False)
     assert room.due_jobs(None) == [] and not room.busy
