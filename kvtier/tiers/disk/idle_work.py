@@ -141,6 +141,9 @@ class IdleWork:
         except (TierError, ClosedError):
             one.ended = True  # the slot is taken back when the store is opened anew
             return
+        except Exception:
+            self._give_up(one)
+            raise
         job.future.add_done_callback(partial(self._relocated, one))
 
     def _copy(self, one: Relocation) -> Copied:

@@ -172,12 +172,11 @@ def begin_relocations(txn: WriteTxn, names: Sequence[bytes], wall_s: Wall) -> li
 
 def copy_block(slab: Slab, one: Relocation) -> Copied:
     """Copy a block's bytes, as they lie, to its other slot; the caller syncs. Blocks on the device. Raises OSError."""
-    source, size = one.source, one.source.slot_bytes
-    with mmap.mmap(-1, size) as memory, memoryview(memory) as view, view[: source.length] as payload:
-        slab.read(source.segment, source.offset, [view])
-        if source.encryption is None and not checksum.matches(source.digest, [payload]):
-            return Copied.DAMAGED
-        slab.write(one.to.segment, one.to.offset, [view])
+    source, view = one.source, memoryview(mmap.mmap(-1, one.source.slot_bytes))
+    slab.read(source.segment, source.offset, [view])
+    if source.encryption is None and not checksum.matches(source.digest, [view[: source.length]]):
+        return Copied.DAMAGED
+    slab.write(one.to.segment, one.to.offset, [view])
     return Copied.DURABLE
 
 

@@ -1,0 +1,410 @@
+"""Guests go back among blocks of their own size: the same bytes at any moment, and whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.bench.tiers.class_store import NOW, ClassStore, name_of
+from kvtier.errors import TierError
+from kvtier.identity.keys import BlockKey, scope_of_key
+from kvtier.testing import VirtualClock
+from kvtier.tiers.data_keys import DataKeys
+from kvtier.tiers.disk import idle_work, quarantine, recovery, relocation
+from kvtier.tiers.disk.guests import guests_in
+from kvtier.tiers.disk.records import SLOT_ALIGN, Entry
+from kvtier.tiers.disk.relocation import Copied, Relocation, begin_relocations, copy_block, end_relocation, misplaced
+from kvtier.tiers.disk.slab import Slab
+from kvtier.tiers.disk.store import Store
+from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.disk.write_txn import WriteTxn
+from kvtier.tiers.protocol import Miss, Stored
+from kvtier.times import Wall
+from tests.support.waiting import until
+from tests.tiers.disk.support.bad_medium import BadMedium
+from tests.tiers.disk.support.crash_mixed import both as opened_both
+from tests.tiers.disk.support.crash_relocation import KEPT as KEPT_OF_KILLED
+from tests.tiers.disk.support.keys import sample_keys
+from tests.tiers.disk.support.store import get, opened, put
+from tests.tiers.disk.support.subprocesses import program, run
+from tests.tiers.disk.test_classes import CAPACITY, FULL_SMALL, LARGE, SEGMENT, SMALL, fill, keys
+
+KEPT = FULL_SMALL[::8]
+"""One on each larger slot."""
+Meanwhile = Callable[["Scene", Relocation], None]
+
+
+@pytest.fixture(autouse=True)
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "SEGMENT_BYTES_SMALL", SEGMENT)
+    monkeypatch.setattr(quarantine, "PROBE_FIRST_S", 0.005)
+
+
+class Scene:
+    """A store full of small blocks, of which KEPT are retained. `run` stores larger ones, and calls `meanwhile` on an
+    I/O thread, before or after the first copy."""
+
+    def __init__(self, small: DiskTier, large: DiskTier, medium: BadMedium, path: Path) -> None:
+        self.small, self.large, self.medium, self.path = small, large, medium, path
+        self.copied: list[Relocation] = []
+        self.loop = asyncio.get_running_loop()
+
+    def transact(self, work: Callable[[WriteTxn], object]) -> None:
+        self.small._store.submit(work).future.result(10)
+
+    def wait(self, verb: Awaitable[Any]) -> Any:
+        async def awaited() -> Any:
+            return await verb
+
+        return asyncio.run_coroutine_threadsafe(awaited(), self.loop).result(10)
+
+    async def run(self, monkeypatch: pytest.MonkeyPatch, meanwhile: Meanwhile, *, before: bool, count: int = 4) -> None:
+        def copy(slab: Slab, one: Relocation) -> Copied:
+            self.copied.append(one)
+            first = len(self.copied) == 1
+            if first and before:
+                meanwhile(self, one)
+            done = copy_block(slab, one)
+            if first and not before:
+                meanwhile(self, one)
+            return done
+
+        monkeypatch.setattr(idle_work, "copy_block", copy)
+        await fill(self.small, FULL_SMALL)
+        assert all(await self.small.retain(KEPT, until=self.small._clock.wall() + 3600))
+        for index in range(count):
+            with contextlib.suppress(TierError):  # it may be opened anew
+                await put(self.large, keys(LARGE, count), [index])
+        await until(lambda: bool(self.copied) and all(one.ended for one in self.copied), "copies end")
+
+    def place_of(self, name: bytes) -> tuple[int, int]:
+        ((raw, _),) = self.small._store.index.find([name])
+        assert raw is not None
+        entry = Entry.decode(name, raw)
+        return entry.segment, entry.slot
+
+    async def settled(self) -> None:
+        """Nothing is reserved for good, and the index agrees with itself."""
+        store = self.small._store
+        await until(lambda: store.index_in_use is not None, "it is in use")
+        store.give_back(store.reserved.clear(), unused=True)
+        await until(lambda: not store.index.has_reservations(), "a slot was leaked")
+        self.small.check()
+
+
+async def scene(
+    path: Path, monkeypatch: pytest.MonkeyPatch, meanwhile: Meanwhile, *, before: bool = False,
+    encryption: DataKeys | None = None, count: int = 4,
+) -> tuple[Relocation, bool | Miss]:  # fmt: skip
+    """What was copied first, and what a read of it says in the end. All other retained blocks are served."""
+    medium, clock = BadMedium(), VirtualClock()
+    async with (
+        opened(path, CAPACITY // SMALL, block_bytes=SMALL, clock=clock, calls=medium, keys=encryption) as small,
+        opened(path, CAPACITY // LARGE, block_bytes=LARGE, clock=clock, calls=medium, keys=encryption) as large,
+    ):
+        here = Scene(small, large, medium, path)
+        await here.run(monkeypatch, meanwhile, before=before, count=count)
+        await here.settled()
+        one = here.copied[0]
+        found = dict(zip(KEPT, await get(small, KEPT), strict=True))
+        mine = found.pop(key_of(one))
+        assert set(found.values()) == {True}, found
+        await here.settled()
+        return one, mine
+
+
+def key_of(one: Relocation) -> BlockKey:
+    return next(key for key in KEPT if one.name.endswith(key))
+
+
+def nothing(scene: Scene, one: Relocation) -> None:
+    pass
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_a_guest_is_read_from_its_new_slot_and_the_old_one_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypted: bool
+) -> None:
+    medium, clock = BadMedium(), VirtualClock()
+    encryption = sample_keys() if encrypted else None
+    async with (
+        opened(tmp_path / "g3", CAPACITY // SMALL, block_bytes=SMALL, clock=clock, calls=medium, keys=encryption) as s,
+        opened(
+            tmp_path / "g3", CAPACITY // LARGE, block_bytes=LARGE, clock=clock, calls=medium, keys=encryption
+        ) as big,
+    ):
+        here = Scene(s, big, medium, tmp_path / "g3")
+        await here.run(monkeypatch, nothing, before=True)
+        for one in here.copied:
+            assert here.place_of(one.name) == (one.to.segment, one.to.slot)
+        with s._store.index.reading() as txn:
+            assert not misplaced(txn) and not guests_in(txn)
+        assert await get(s, KEPT) == [True] * len(KEPT)
+        assert True in await get(big, keys(LARGE, 4))
+        until_then = await s.retained()
+        assert set(until_then) == set(KEPT), "they are still retained"
+        await here.settled()
+
+
+async def test_a_block_that_is_evicted_meanwhile_stays_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def drop(scene: Scene, one: Relocation) -> None:
+        scene.transact(lambda txn: txn.drop(one.name))
+
+    assert (await scene(tmp_path / "g3", monkeypatch, drop))[1] is Miss.ABSENT
+
+
+async def test_a_source_that_another_block_has_by_now_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot was given away before the copy read it. The bytes are another's, and it is nobody's damage."""
+
+    def replace(scene: Scene, one: Relocation) -> None:
+        scene.transact(lambda txn: txn.drop(one.name))
+        file = scene.small._store.slab.path_of(one.source.segment)
+        with file.open("r+b") as slab:
+            slab.seek(one.source.offset)
+            slab.write(b"\x55" * SMALL)
+        assert scene.wait(put(scene.small, FULL_SMALL, [FULL_SMALL.index(key_of(one))])) == [Stored.STORED]
+
+    assert (await scene(tmp_path / "g3", monkeypatch, replace, before=True))[1] is True
+
+
+async def test_a_block_that_is_stored_anew_meanwhile_stays_where_it_is_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places: list[tuple[int, int]] = []
+
+    def store_anew(scene: Scene, one: Relocation) -> None:
+        scene.transact(lambda txn: txn.drop(one.name))
+        assert scene.wait(put(scene.small, FULL_SMALL, [FULL_SMALL.index(key_of(one))])) == [Stored.STORED]
+        places.append(scene.place_of(one.name))
+
+    one, found = await scene(tmp_path / "g3", monkeypatch, store_anew)
+    assert found is True and places != [(one.to.segment, one.to.slot)]
+
+
+async def test_a_use_meanwhile_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks: list[int] = []
+
+    def use(scene: Scene, one: Relocation) -> None:
+        scene.transact(lambda txn: txn.renew(one.name, [scene.small._clock.wall()], txn.tick))
+        ((raw, _),) = scene.small._store.index.find([one.name])
+        assert raw is not None
+        ranks.append(Entry.decode(one.name, raw).rank)
+
+    seen: list[Entry] = []
+    end = end_relocation
+
+    def ending(txn: WriteTxn, one: Relocation, copied: Copied) -> None:
+        end(txn, one, copied)
+        entry = txn.find(one.name)
+        assert entry is not None
+        seen.append(entry)
+
+    monkeypatch.setattr(idle_work, "end_relocation", ending)
+    one, found = await scene(tmp_path / "g3", monkeypatch, use)
+    assert found is True
+    assert (seen[0].segment, seen[0].slot) == (one.to.segment, one.to.slot)
+    assert seen[0].rank == ranks[0] > one.source.rank
+
+
+async def test_a_purge_meanwhile_is_final(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    medium, clock = BadMedium(), VirtualClock()
+    async with (
+        opened(tmp_path / "g3", CAPACITY // SMALL, block_bytes=SMALL, clock=clock, calls=medium) as small,
+        opened(tmp_path / "g3", CAPACITY // LARGE, block_bytes=LARGE, clock=clock, calls=medium) as large,
+    ):
+
+        def purge(scene: Scene, one: Relocation) -> None:
+            scene.wait(scene.small.purge(scope_of_key(KEPT[0]), clock.wall()))
+
+        here = Scene(small, large, medium, tmp_path / "g3")
+        await here.run(monkeypatch, purge, before=False)
+        await here.settled()
+        assert not {True} & set(await get(small, FULL_SMALL))
+
+
+async def test_damage_at_the_source_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def damage(scene: Scene, one: Relocation) -> None:
+        file = scene.small._store.slab.path_of(one.source.segment)
+        with file.open("r+b") as slab:
+            slab.seek(one.source.offset + 100)
+            slab.write(b"\x55")
+
+    assert (await scene(tmp_path / "plain", monkeypatch, damage, before=True))[1] is Miss.ABSENT
+    found = (await scene(tmp_path / "encrypted", monkeypatch, damage, before=True, encryption=sample_keys()))[1]
+    assert found is Miss.CORRUPT, "who has the key finds it out"
+
+
+@pytest.mark.parametrize("verb", ["read", "write", "sync"])
+async def test_a_device_that_fails_leaves_the_guest_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    def fail(scene: Scene, one: Relocation) -> None:
+        if verb == "read":
+            scene.medium.unreadable = {(f"{one.source.segment:08x}.slab", one.source.slot)}
+        elif verb == "write":
+            scene.medium.unwritable = {(f"{one.to.segment:08x}.slab", one.to.slot)}
+        else:
+            scene.medium.sync_fails = 1
+
+    _one, found = await scene(tmp_path / "g3", monkeypatch, fail, before=True)
+    assert found is (Miss.CORRUPT if verb == "read" else True)
+
+
+async def test_a_reader_on_its_way_to_the_old_slot_was_overtaken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds a larger block's bytes there, looks again, and gets its own."""
+    reading, go_on = threading.Event(), threading.Event()
+    results: list[Future[list[bool | Miss]]] = []
+    old: list[Relocation] = []
+    read = Slab.read
+
+    def held(self: Slab, segment: int, offset: int, pieces: Sequence[memoryview]) -> None:
+        mine = old and (segment, offset) == (old[0].source.segment, old[0].source.offset)
+        if mine and threading.current_thread() is not copier and not reading.is_set():
+            reading.set()
+            assert go_on.wait(10)
+        read(self, segment, offset, pieces)
+
+    copier: threading.Thread | None = None
+
+    def begin_to_read(scene: Scene, one: Relocation) -> None:
+        nonlocal copier
+        copier = threading.current_thread()
+        old.append(one)
+        results.append(asyncio.run_coroutine_threadsafe(get(scene.small, [key_of(one)]), scene.loop))
+        assert reading.wait(10)
+
+    monkeypatch.setattr(Slab, "read", held)
+    medium, clock = BadMedium(), VirtualClock()
+    async with (
+        opened(tmp_path / "g3", CAPACITY // SMALL, block_bytes=SMALL, clock=clock, calls=medium) as small,
+        opened(tmp_path / "g3", CAPACITY // LARGE, block_bytes=LARGE, clock=clock, calls=medium) as large,
+    ):
+        here = Scene(small, large, medium, tmp_path / "g3")
+        running = asyncio.ensure_future(here.run(monkeypatch, begin_to_read, before=False))
+        await until(lambda: bool(old) and old[0].ended, "the first is copied")
+        file = small._store.slab.path_of(old[0].source.segment)
+        with file.open("r+b") as slab:  # as the slot's next tenant does
+            slab.seek(old[0].source.offset)
+            slab.write(b"\x55" * SMALL)
+        go_on.set()
+        assert await asyncio.wrap_future(results[0]) == [True]
+        await running
+        await here.settled()
+
+
+async def test_closing_gives_back_what_was_to_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idle_work.IdleWork, "wake", lambda self: None)  # the disk is never idle
+    clock = VirtualClock()
+    async with (
+        opened(tmp_path / "g3", CAPACITY // SMALL, block_bytes=SMALL, clock=clock) as small,
+        opened(tmp_path / "g3", CAPACITY // LARGE, block_bytes=LARGE, clock=clock) as large,
+    ):
+        await fill(small, FULL_SMALL)
+        await small.retain(KEPT, until=clock.wall() + 3600)
+        idle = small._store._idle
+        putting = asyncio.ensure_future(put(large, keys(LARGE, 1)))
+        await until(lambda: bool(idle._relocations), "copies are to be made")
+        await asyncio.wait_for(putting, 10)  # it waits for them, but not long
+        assert small._store.index.has_reservations()
+        assert await get(small, KEPT) == [True] * len(KEPT)
+    store = Store.visit([tmp_path / "g3"])
+    try:
+        assert not store.index.has_reservations()
+    finally:
+        store.release(10)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("hit", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+async def test_a_kill_at_any_point_of_a_copy_loses_nothing(tmp_path: Path, hit: int) -> None:
+    done = run(program("crash_relocation", tmp_path / "g3", hit), 120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    async with opened_both(tmp_path / "g3", VirtualClock(1_800_000_001.0), BadMedium()) as (small, large):
+        small.check()
+        assert not small._store.index.has_dead_owners()
+        assert await get(small, KEPT_OF_KILLED) == [True] * len(KEPT_OF_KILLED)
+        assert set(await small.retained()) == set(KEPT_OF_KILLED)
+        large.check()
+
+
+# In the index alone.
+
+
+def guests_of_two(path: Path) -> tuple[ClassStore, list[bytes]]:
+    """A store with small guests in segments of larger blocks, none of which has gone back."""
+    store = ClassStore(path, 8, 256 * SLOT_ALIGN)
+    store.run((1, number) for number in range(8 * 256))
+    kept = [name_of((1, number)) for number in range(0, 8 * 256, 64)]
+    store.transact(lambda txn: txn.retain(kept, Wall(NOW + 3600), None, NOW), drain=False)
+    return store, kept
+
+
+def test_two_processes_that_copy_one_block_leave_it_in_one_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, kept = guests_of_two(tmp_path / "index")
+    monkeypatch.setattr(relocation, "begin_relocations", lambda txn, names, wall_s: [])  # but for the test's own
+    for number in range(4):
+        store.put((64, number))
+    with store.index.reading() as txn:
+        assert misplaced(txn) == {1}
+    begun = [store.transact(lambda txn: begin_relocations(txn, kept, NOW), drain=False) for _ in range(2)]
+    pairs = [(one, other) for one in begun[0] for other in begun[1] if one.name == other.name]
+    assert pairs
+    for one, other in pairs:
+        assert (one.to.segment, one.to.slot) != (other.to.segment, other.to.slot)
+        store.transact(lambda txn, other=other: end_relocation(txn, other, Copied.DURABLE), drain=False)
+        store.transact(lambda txn, one=one: end_relocation(txn, one, Copied.DURABLE), drain=False)
+        store.index.check()
+        ((raw, _),) = store.index.find([one.name])
+        assert raw is not None
+        entry = Entry.decode(one.name, raw)
+        assert (entry.segment, entry.slot) == (other.to.segment, other.to.slot)
+    for one in begun[0] + begun[1]:
+        store.transact(lambda txn, one=one: end_relocation(txn, one, Copied.FAILED), drain=False)
+    assert not store.index.has_reservations()
+    store.index.check()
+
+
+def test_a_spent_budget_copies_nothing(tmp_path: Path) -> None:
+    store, kept = guests_of_two(tmp_path / "index")
+    with store.index.reading() as txn:
+        assert not misplaced(txn)
+
+    def spent(txn: WriteTxn) -> None:
+        txn.budget.allows = lambda size: False  # type: ignore[method-assign]
+        entry = txn.find(kept[0])
+        assert entry is not None
+        assert txn.reserve_other(kept[0], entry, NOW) is None
+
+    store.transact(spent, drain=False)
+    before = store.index.balance().written
+    store.transact(lambda txn: txn.reserve_other(kept[0], txn.find(kept[0]), NOW), drain=False)  # type: ignore[arg-type]
+    assert store.index.balance().written - before >= SLOT_ALIGN, "a copy counts as written"
+
+
+def test_a_copy_pushes_out_nothing_that_is_worth_more(tmp_path: Path) -> None:
+    """Nor does it make its class want space of another."""
+    store, kept = guests_of_two(tmp_path / "index")
+    everything = [name_of((1, number)) for number in range(8 * 256)]
+    store.transact(lambda txn: txn.retain(everything, Wall(NOW + 3600), None, NOW), drain=False)
+
+    def reserve(txn: WriteTxn) -> object:
+        entry = txn.find(kept[0])
+        assert entry is not None
+        return txn.reserve_other(kept[0], entry, NOW)
+
+    assert store.transact(reserve, drain=False) is None
+    assert not store.index.demand.waits
