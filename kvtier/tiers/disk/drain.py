@@ -26,7 +26,7 @@ from kvtier.retention.terms import Depth
 from kvtier.tiers.disk.allocator import Geometry, Promise, promises_in
 from kvtier.tiers.disk.bad_places import bad_places
 from kvtier.tiers.disk.class_worth import ClassWorth, step_of, worths_in
-from kvtier.tiers.disk.extents import Extent, clear_slots, kept_by
+from kvtier.tiers.disk.extents import Extent, clear_slots, keeps_more
 from kvtier.tiers.disk.gifts import Gift, gifts
 from kvtier.tiers.disk.guests import extent_of, guests_in, is_guest
 from kvtier.tiers.disk.index import Index
@@ -324,12 +324,14 @@ def _others(txn: Any, segment: int, written: Mapping[int, Sequence[Extent]]) -> 
 
 
 def _has_room(
-    txn: Any, survey: _Survey, geometry: Geometry, segment: int, others: Sequence[Extent],
-    going: Container[Extent] = (),
+    txn: Any, survey: _Survey, geometry: Geometry, segment: int, others: Sequence[Extent], *, cleared: bool = False
 ) -> bool:  # fmt: skip
-    """Whether a slot of the taker lies clear of what must stay in a segment and is not `going`, its bad places, and
-    `others`."""
-    extents = [one for one in _stays(survey, segment) if one not in going]
+    """Whether a slot of the taker lies clear of what must stay in a segment, its bad places, and `others`. `cleared`:
+    once what would be relocated of that is gone."""
+    stays = iter(survey.stays.get(segment, ()))
+    extents = [Extent(first, units) for first, units in zip(stays, stays, strict=True)]
+    if cleared:
+        extents = [one for one in extents if not keeps_more(one, survey.taker)]
     extents += [*others, *(place.extent for place in bad_places(txn, segment))]
     return clear_slots(extents, survey.taker, geometry.slots_of(segment, survey.taker)) > 0
 
@@ -340,26 +342,17 @@ def _to_clear(
 ) -> list[int]:  # fmt: skip
     """Further segments, `among` the giver's `mine`, until `wanted` are picked: each has room for the taker once blocks
     that must stay have gone to the segments that are left, where there are slots for them. Those with the fewest."""
-    stays = {segment: _stays(survey, segment) for segment in mine}
-    going = {segment: {one for one in stays[segment] if kept_by(one, survey.taker) > one.units} for segment in mine}
-    free = {segment: geometry.slots_of(segment, survey.giver) - len(stays[segment]) for segment in mine}
-    space = sum(free.values()) - sum(free[one] + len(going[one]) for one in picked)
+    stays = {segment: len(survey.stays.get(segment, ())) // 2 for segment in mine}
+    slots = {segment: geometry.slots_of(segment, survey.giver) for segment in mine}
+    space = sum(slots[one] - stays[one] for one in mine) - sum(slots[one] for one in picked)
     found: list[int] = []
-    for segment in sorted(set(among) - set(picked), key=lambda one: (len(going[one]), survey.warmth[one])):
-        left = space - free[segment] - len(going[segment])
-        if len(picked) + len(found) == wanted:
+    for segment in sorted(set(among) - set(picked), key=lambda one: (stays[one], survey.warmth[one])):
+        if len(picked) + len(found) == wanted or space < slots[segment]:
             break
-        others = _others(txn, segment, written)
-        if left >= 0 and _has_room(txn, survey, geometry, segment, others, going[segment]):
-            space = left
+        if _has_room(txn, survey, geometry, segment, _others(txn, segment, written), cleared=True):
+            space -= slots[segment]
             found.append(segment)
     return found
-
-
-def _stays(survey: _Survey, segment: int) -> set[Extent]:
-    """Where blocks that must stay lie in a segment."""
-    pairs = iter(survey.stays.get(segment, ()))
-    return {Extent(first, units) for first, units in zip(pairs, pairs, strict=True)}
 
 
 def evict(txn: WriteTxn, names: Iterable[bytes], wall_s: Wall) -> None:

@@ -27,9 +27,9 @@ def common(some: range, others: range) -> range:
     return range(max(some.start, others.start), min(some.stop, others.stop))
 
 
-def kept_by(extent: Extent, slot_cls: int) -> int:
-    """Units of the slots of a class that it overlaps. Pure."""
-    return len(extent.slots(slot_cls)) * slot_cls
+def keeps_more(extent: Extent, slot_cls: int) -> bool:
+    """Whether the slots of a class that it overlaps are larger than it is. Pure."""
+    return len(extent.slots(slot_cls)) * slot_cls > extent.units
 
 
 def clear_slots(extents: Iterable[Extent], slot_cls: int, slots: int) -> int:

@@ -178,7 +178,7 @@ class Entry(NamedTuple):
     """A durable block: where its bytes are and what they must look like. An encrypted one has a header, and zeros for a
     digest, which would tell about its plain bytes.
 
-    `serial` is unique within a store: two entries are the same write if and only if it is equal.
+    `serial` is unique within a store: two entries are the same write, in the same slot, if and only if it is equal.
     `mark` is what tombstones are compared with (`kvtier.retention.marks`), `ends` when it dies unused.
     """
 

@@ -23,7 +23,7 @@ from itertools import islice
 from typing import Any
 
 from kvtier import checksum
-from kvtier.tiers.disk.extents import Extent, kept_by
+from kvtier.tiers.disk.extents import Extent, keeps_more
 from kvtier.tiers.disk.guests import extent_of, guests_in, is_guest
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.records import (
@@ -132,7 +132,7 @@ class Relocations:
                 self._next = key + b"\0"
                 slot_cls, _rank, segment, slot = order_parts(key)
                 held = FreeSlot(slot_cls, segment, slot)
-                if is_guest(txn, held) and _keeps_more(txn, segment, extent_of(held)):
+                if is_guest(txn, held) and _is_misplaced(txn, segment, extent_of(held)):
                     found.append(name)
             else:
                 self._classes, self._next = self._classes[1:], b""
@@ -146,14 +146,14 @@ def misplaced(txn: Any) -> set[int]:
     for segment, place in islice(guests_in(txn), GUESTS_PER_LOOK):
         raw = txn.get(reserved_key(segment, place.first // place.units))
         writes = raw is not None and SlotReservation.class_of(raw) == place.units
-        if not writes and _keeps_more(txn, segment, place):
+        if not writes and _is_misplaced(txn, segment, place):
             found.add(place.units)
     return found
 
 
-def _keeps_more(txn: Any, segment: int, place: Extent) -> bool:
+def _is_misplaced(txn: Any, segment: int, place: Extent) -> bool:
     slot_cls = Segment.decode(txn.get(number_key(SEGMENTS, segment))).slot_class
-    return slot_cls > 0 and kept_by(place, slot_cls) > place.units
+    return slot_cls > 0 and keeps_more(place, slot_cls)
 
 
 def begin_relocations(txn: WriteTxn, names: Sequence[bytes], wall_s: Wall) -> list[Relocation]:

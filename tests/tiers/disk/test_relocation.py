@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -125,6 +126,20 @@ def key_of(one: Relocation) -> BlockKey:
     return next(key for key in KEPT if one.name.endswith(key))
 
 
+def entries_at_the_end(monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
+    """Of blocks whose copies were published or given up, as that left them."""
+    seen: list[Entry] = []
+
+    def end(txn: WriteTxn, one: Relocation, copied: Copied) -> None:
+        end_relocation(txn, one, copied)
+        entry = txn.find(one.name)
+        assert entry is not None
+        seen.append(entry)
+
+    monkeypatch.setattr(idle_work, "end_relocation", end)
+    return seen
+
+
 def nothing(scene: Scene, one: Relocation) -> None:
     pass
 
@@ -187,8 +202,10 @@ async def test_a_block_that_is_stored_anew_meanwhile_stays_where_it_is_then(
         assert scene.wait(put(scene.small, FULL_SMALL, [FULL_SMALL.index(key_of(one))])) == [Stored.STORED]
         places.append(scene.place_of(one.name))
 
+    seen = entries_at_the_end(monkeypatch)
     one, found = await scene(tmp_path / "g3", monkeypatch, store_anew)
-    assert found is True and places != [(one.to.segment, one.to.slot)]
+    assert found is True
+    assert places == [(seen[0].segment, seen[0].slot)] != [(one.to.segment, one.to.slot)]
 
 
 async def test_a_use_meanwhile_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,16 +217,7 @@ async def test_a_use_meanwhile_is_not_lost(tmp_path: Path, monkeypatch: pytest.M
         assert raw is not None
         ranks.append(Entry.decode(one.name, raw).rank)
 
-    seen: list[Entry] = []
-    end = end_relocation
-
-    def ending(txn: WriteTxn, one: Relocation, copied: Copied) -> None:
-        end(txn, one, copied)
-        entry = txn.find(one.name)
-        assert entry is not None
-        seen.append(entry)
-
-    monkeypatch.setattr(idle_work, "end_relocation", ending)
+    seen = entries_at_the_end(monkeypatch)
     one, found = await scene(tmp_path / "g3", monkeypatch, use)
     assert found is True
     assert (seen[0].segment, seen[0].slot) == (one.to.segment, one.to.slot)
@@ -337,6 +345,70 @@ async def test_a_kill_at_any_point_of_a_copy_loses_nothing(tmp_path: Path, hit: 
         assert await get(small, KEPT_OF_KILLED) == [True] * len(KEPT_OF_KILLED)
         assert set(await small.retained()) == set(KEPT_OF_KILLED)
         large.check()
+
+
+class Forgetting(BadMedium):
+    """Knows what the device would lose with its power: what was written since the last sync of each file."""
+
+    def __init__(self, *, syncs: bool) -> None:
+        super().__init__()
+        self._syncs = syncs
+        self._lock = threading.Lock()
+        self._before: list[tuple[str, int, bytes]] = []
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        with self._lock:
+            file = Path(f"/proc/self/fd/{fd}").resolve()
+            with file.open("rb") as now:
+                now.seek(offset)
+                self._before.append((file.name, offset, now.read(sum(map(len, buffers)))))
+            return super().pwritev(fd, buffers, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        with self._lock:
+            if self._syncs:
+                name = Path(f"/proc/self/fd/{fd}").resolve().name
+                self._before = [one for one in self._before if one[0] != name]
+
+    def image(self, store: Path, target: Path) -> None:
+        """The store as it would be found after the power was lost now."""
+        with self._lock:
+            shutil.copytree(store, target)
+            for name, offset, before in reversed(self._before):
+                with (target / "slab" / name).open("r+b") as file:
+                    file.seek(offset)
+                    file.write(before)
+
+
+@pytest.mark.parametrize("syncs", [True, False])
+async def test_power_that_is_lost_right_after_a_copy_was_published_takes_nothing_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, syncs: bool
+) -> None:
+    """Without syncs it does: the control."""
+    medium, clock, images = Forgetting(syncs=True), VirtualClock(), list[Path]()
+    ended = idle_work.IdleWork._relocated
+
+    def photograph(self: idle_work.IdleWork, one: Relocation, done: Future[None]) -> None:
+        images.append(tmp_path / f"image{len(images)}")
+        medium.image(tmp_path / "g3", images[-1])
+        ended(self, one, done)
+
+    def begin(scene: Scene, one: Relocation) -> None:
+        medium._syncs = syncs
+
+    monkeypatch.setattr(idle_work.IdleWork, "_relocated", photograph)
+    async with (
+        opened(tmp_path / "g3", CAPACITY // SMALL, block_bytes=SMALL, clock=clock, calls=medium) as small,
+        opened(tmp_path / "g3", CAPACITY // LARGE, block_bytes=LARGE, clock=clock, calls=medium) as large,
+    ):
+        here = Scene(small, large, medium, tmp_path / "g3")
+        await here.run(monkeypatch, begin, before=True, count=1)
+        await here.settled()
+    found = set[bool | Miss]()
+    for image in images[:4]:
+        async with opened(image, CAPACITY // SMALL, block_bytes=SMALL, clock=clock) as small:
+            found |= set(await get(small, KEPT))
+    assert images and found == ({True} if syncs else {True, Miss.CORRUPT})
 
 
 # In the index alone.
