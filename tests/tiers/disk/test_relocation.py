@@ -23,7 +23,7 @@ from kvtier.tiers.disk import idle_work, quarantine, recovery, relocation
 from kvtier.tiers.disk.guests import guests_in
 from kvtier.tiers.disk.records import SLOT_ALIGN, Entry
 from kvtier.tiers.disk.relocation import Copied, Relocation, begin_relocations, copy_block, end_relocation, misplaced
-from kvtier.tiers.disk.slab import Slab
+from kvtier.tiers.disk.slab import DRAFT, Slab
 from kvtier.tiers.disk.store import Store
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.disk.write_txn import WriteTxn
@@ -375,6 +375,8 @@ class Forgetting(BadMedium):
         with self._lock:
             shutil.copytree(store, target)
             for name, offset, before in reversed(self._before):
+                if name == DRAFT:
+                    continue
                 with (target / "slab" / name).open("r+b") as file:
                     file.seek(offset)
                     file.write(before)
