@@ -188,10 +188,11 @@ def lru_hit_bytes(traffic: Iterable[Stretch], slot_cls: int, capacity: int) -> i
 
 
 def best_split(traffic: Sequence[Stretch], classes: tuple[int, int], segments: int, segment_bytes: int) -> int:
-    """Hit bytes of the best static split of the segments in hindsight."""
-    first, second = classes
+    """Hit bytes of the best static split of the segments in hindsight, among those with the slots that writes hold."""
+    held = max(held for _accesses, held in traffic)
+    splits = [(count * segment_bytes, (segments - count) * segment_bytes) for count in range(segments + 1)]
     return max(
-        lru_hit_bytes(traffic, first, count * segment_bytes)
-        + lru_hit_bytes(traffic, second, (segments - count) * segment_bytes)
-        for count in range(segments + 1)
+        sum(lru_hit_bytes(traffic, cls, size) for cls, size in zip(classes, split, strict=True))
+        for split in splits
+        if all(held * cls * SLOT_ALIGN <= size for cls, size in zip(classes, split, strict=True))
     )

@@ -105,17 +105,12 @@ def swing(
             if obstacles is not None:
                 obstacles.clear()
             _check(store)
-        hits, outcomes = store.hits.total(), frozenset(outcome for _cls, outcome in store.results)
-        ratio, ratio_free = (
-            hits
-            / best_split(
-                [(accesses, held if number else 0) for number, accesses in enumerate(traffic)],
-                (large, SMALL),
-                SEGMENTS,
-                segment_bytes,
-            )
-            for held in (WRITES if in_the_way else 0, 0)
-        )
+        outcomes = frozenset(outcome for _cls, outcome in store.results)
+        ratios = []
+        for held in (WRITES if in_the_way else 0, 0):
+            stretches = [(accesses, held if number else 0) for number, accesses in enumerate(traffic)]
+            ratios.append(store.hits.total() / best_split(stretches, (large, SMALL), SEGMENTS, segment_bytes))
+        ratio, ratio_free = ratios
         return Swings(ratio, ratio_free, outcomes, store.evictions_max, 1000 * store.cpu_s_max)
     finally:
         store.index.close()
