@@ -9,6 +9,7 @@ from typing import Any
 import lmdb
 import pytest
 
+from kvtier.bench.tiers import swings
 from kvtier.bench.tiers.class_store import BATCH, NOW, Access, ClassStore, name_of, new_block
 from kvtier.bench.tiers.swings import DEMANDS, SMALL, swing
 from kvtier.retention.terms import PRIORITY
@@ -71,6 +72,15 @@ def test_swings_around_what_must_stay(tmp_path: Path) -> None:
     assert ratio(tmp_path / "index", ("half", "half"), large=8, in_the_way=True) >= 0.95
 
 
+def test_retained_blocks_cost_a_larger_size_little_more_than_their_own_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenth of the capacity, in small blocks that lie on more than half of the larger slots: they go together."""
+    monkeypatch.setattr(swings, "RETAINED_SHARE", 0.1)
+    monkeypatch.setattr(swings, "WRITES", 0)
+    assert ratio(tmp_path / "index", ("uniform", "skewed"), large=8, minor=0.1, in_the_way=True) >= 0.98
+
+
 BELOW = {
     ("half", "loop", 0.3): 0.91, ("loop", "half", 0.3): 0.93, ("loop", "skewed", 0.1): 0.94,
     ("skewed", "loop", 0.3): 0.94,
@@ -89,6 +99,19 @@ def test_swings_of_all_kinds(tmp_path: Path, large: str, small: str, minor: floa
     if large != "once" or small != "once":
         least = BELOW.get((large, small, minor), 0.95)
         assert ratio(tmp_path / "index", (large, small), large=32, minor=minor, swings=6) >= least
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("small", [*DEMANDS])
+@pytest.mark.parametrize("large", [*DEMANDS])
+def test_swings_of_all_kinds_around_what_must_stay(tmp_path: Path, large: str, small: str) -> None:
+    """Blocks of 32 : 1. In one kind of demand the larger size gets its space so late in its swing that the next one, of
+    the smaller size, begins with less."""
+    if large != "once" or small != "once":
+        least = 0.90 if (large, small) == ("skewed", "half") else 0.95
+        found = ratio(tmp_path / "index", (large, small), large=32, minor=0.1, swings=6, in_the_way=True)
+        assert found >= least
 
 
 def full_of_small(path: Path) -> ClassStore:
