@@ -1,7 +1,8 @@
 """Two block sizes in one G3 store while the demand swings between them, against the best static split in hindsight;
-writes benchmarks/results/g3_swings.json after each row, and goes on where it was broken off at this commit. "obstacles": 2 % of the capacity are retained blocks, and four slots of each
-size are held by writes that do not end. In the split they are held, too, since no store could use them; the row has the
-figure without that beside it.
+writes benchmarks/results/g3_swings.json after each row, and goes on where it was broken off at this commit.
+
+"obstacles": 2 % of the capacity are retained blocks, and four slots of each size are held by writes that do not end. In
+the split they are held, too, since no store could use them; the row has the figure without that beside it.
 
 python benchmarks/g3_swings.py [--quick] [--processes N]
 """
