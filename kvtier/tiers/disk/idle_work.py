@@ -72,12 +72,15 @@ class IdleWork:
 
     def relocate(self, some: Sequence[Relocation]) -> None:
         """Copy blocks to the slots that are reserved for them. Never blocks."""
-        if some:
-            self._relocations.extend(some)
-            self.wake()
+        self._relocations.extend(some)
+        try:
+            if some:
+                self.wake()
+        except TierError:  # no thread can be started
+            self.stop()
 
     def stop(self) -> None:
-        """Give back the slots of copies that have not begun. From any thread; a step may run."""
+        """Make none of the copies that have not begun. From any thread; a step may run."""
         with contextlib.suppress(IndexError):
             while True:
                 self._give_up(self._relocations.popleft(), unused=True)

@@ -312,6 +312,25 @@ async def test_a_reader_on_its_way_to_the_old_slot_was_overtaken(
         await here.settled()
 
 
+async def test_where_no_thread_can_be_started_guests_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: idle_work.IdleWork) -> None:
+        raise TierError("g3", "io", "no thread can be started")
+
+    monkeypatch.setattr(idle_work.IdleWork, "wake", fail)
+    monkeypatch.setattr(idle_work.IdleWork, "preallocate", lambda self, segment: None)
+    clock = VirtualClock()
+    async with (
+        opened(tmp_path / "g3", CAPACITY // SMALL, block_bytes=SMALL, clock=clock) as small,
+        opened(tmp_path / "g3", CAPACITY // LARGE, block_bytes=LARGE, clock=clock) as large,
+    ):
+        await fill(small, FULL_SMALL)
+        await small.retain(KEPT, until=clock.wall() + 3600)
+        for index in range(3):
+            await put(large, keys(LARGE, 3), [index])
+        await until(lambda: not small._store.index.has_reservations(), "a slot was leaked")
+        assert await get(small, KEPT) == [True] * len(KEPT)
+
+
 async def test_closing_gives_back_what_was_to_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle_work.IdleWork, "wake", lambda self: None)  # the disk is never idle
     clock = VirtualClock()
