@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
@@ -53,6 +54,10 @@ if TYPE_CHECKING:
     from kvtier.identity.namespace import Namespace
 
 log = logging.getLogger(__name__)
+
+KVConnectorMetadata.register(StepMeta)
+KVConnectorWorkerMetadata.register(WorkerMeta)
+KVConnectorHandshakeMetadata.register(Handshake)
 
 _PAUSE_S = 0.002
 """A new request may come while an engine without work waits for a promotion: it is kept no longer than this."""

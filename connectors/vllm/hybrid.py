@@ -28,7 +28,7 @@ from kvtier.connectors.vllm.messages import StepMeta, WorkerMeta
 from kvtier.connectors.vllm.requests import RequestState
 from kvtier.connectors.vllm.scheduler import SchedulerHalf
 from kvtier.identity.groups import boundary_keys, first_boundary_key, lacking_blocks, longest_boundary
-from kvtier.identity.keys import BlockKey
+from kvtier.identity.keys import BlockKey, Scope, tenant_of
 from kvtier.identity.namespace import Namespace
 from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
@@ -172,6 +172,14 @@ class HybridHalf(SchedulerHalf):
             nothing: list[Any] = []
             meta.stores += or_fallback(self._boundaries.plan, self._manager, held, fallback=nothing)
         return meta
+
+    def _forget(self, tenants: set[Scope]) -> None:
+        super()._forget(tenants)
+        if (held := self._held) is not None:
+            purged = [one for one in held.ready if tenant_of(one.chain[0]) in tenants]
+            held.ready = [one for one in held.ready if one not in purged]
+            for boundary in purged:
+                held.give_back(boundary)
 
     def _follow(self, output: Any) -> None:
         if self._groups.states:

@@ -1,18 +1,13 @@
 """Messages between vLLM's scheduler process and its workers, once per step.
 
 All of it is plain data that pickles: numbers, bytes, tuples. Memory never travels; workers map the arena themselves.
+`kvtier.connectors.vllm.connector` registers the messages as vLLM's own, so that they need no vLLM.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorWorkerMetadata,
-)
 
 MIXED = -1
 """The epoch of ranks that are not in one: no block belongs to it."""
@@ -67,7 +62,7 @@ class Load:
 
 
 @dataclass
-class StepMeta(KVConnectorMetadata):
+class StepMeta:
     """Scheduler → workers. Loads and stores are of weights epoch `epoch`."""
 
     step: int
@@ -80,7 +75,7 @@ class StepMeta(KVConnectorMetadata):
 
 
 @dataclass
-class WorkerMeta(KVConnectorWorkerMetadata):
+class WorkerMeta:
     """Workers → scheduler: the step that has run, and per job how many ranks are done and which moves failed.
 
     Jobs are done only when all ranks have reported them; the scheduler counts. `weights` names what the worker computes
@@ -96,8 +91,7 @@ class WorkerMeta(KVConnectorWorkerMetadata):
     weights: str = ""
     adapters: dict[int, str] = field(default_factory=dict)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerMeta:
-        assert isinstance(other, WorkerMeta)
+    def aggregate(self, other: WorkerMeta) -> WorkerMeta:
         done = dict(self.done)
         for job, ranks in other.done.items():
             done[job] = done.get(job, 0) + ranks
@@ -113,7 +107,7 @@ class WorkerMeta(KVConnectorWorkerMetadata):
 
 
 @dataclass
-class Handshake(KVConnectorHandshakeMetadata):
+class Handshake:
     """A worker → scheduler, once at start: what a block looks like on this rank, and where the rank runs."""
 
     layout: str

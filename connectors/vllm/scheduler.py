@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtier.cache import Cache
 from kvtier.clock import Clock
@@ -26,19 +26,23 @@ from kvtier.connectors.feedback import Feedback
 from kvtier.connectors.identity import engine_keys, namespace_of_weights
 from kvtier.connectors.prefill_clock import PrefillClock
 from kvtier.connectors.promoted import Promoted
+from kvtier.connectors.purges import Purges
 from kvtier.connectors.vllm import compat
 from kvtier.connectors.vllm.cache import SchedulerCache
 from kvtier.connectors.vllm.confirm import Chain, Confirmer, Track
-from kvtier.connectors.vllm.events import KVEvents
 from kvtier.connectors.vllm.kept import KeptBlocks
 from kvtier.connectors.vllm.loads import Loads
 from kvtier.connectors.vllm.messages import StepMeta, WorkerMeta
 from kvtier.connectors.vllm.requests import RequestReader, RequestState, promote
 from kvtier.connectors.vllm.stores import ConnectorLimits, Stores
 from kvtier.connectors.vllm.weighing import Ran, Weighing, ran_of
+from kvtier.identity.keys import Scope
 from kvtier.identity.namespace import Namespace
 from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
+
+if TYPE_CHECKING:
+    from kvtier.connectors.vllm.events import KVEvents
 
 log = logging.getLogger(__name__)
 _LEASE_S = 1.0
@@ -88,6 +92,7 @@ class SchedulerHalf:
         in_step = limits.in_step_bytes // caches.namespace.block_bytes
         self._loads = Loads(ranks, self._block_tokens, limits.ack_timeout_s, in_step, clock, self.counters, self._job)
         self._stores = Stores(offload, limits, ranks, clock, self.counters, self._job)
+        self._purges = Purges()
         self._kept = KeptBlocks(self._stores, self._loads, clock, self.counters)
         self._prefill = PrefillClock(self._computed, self._block_tokens)
         self._weighing = Weighing(limits, self._requests, self._block_tokens, clock)
@@ -247,6 +252,8 @@ class SchedulerHalf:
         self._step += 1
         self._follow(output)
         self._confirmer.plan(self._step)
+        if (cache := self._caches.cache) is not None:
+            self._purges.take_to(self._forget, cache.manager)
         out = self._outbox
         self._add_arena(out)
         self._kept.free(out.freed)
@@ -260,6 +267,10 @@ class SchedulerHalf:
         self._launched.append((self._step, tokens, ran_of(output, out, self._clock.monotonic())))
         out.step = self._step
         return self.undelivered()
+
+    def _forget(self, tenants: set[Scope]) -> None:
+        """These are purged: blocks of theirs that wait for a copy would come back."""
+        self._stores.forget_tenants(tenants)
 
     def _pause(self, output: Any, out: StepMeta) -> None:
         """Wait a moment for a promotion where this step does nothing else, and no earlier one is under way: an engine

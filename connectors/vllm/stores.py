@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from operator import attrgetter
@@ -23,6 +23,7 @@ from kvtier.connectors.runs import runs_of
 from kvtier.connectors.vllm import compat
 from kvtier.connectors.vllm.confirm import Chain, Confirmed, Confirmer, Token
 from kvtier.connectors.vllm.messages import StepMoves
+from kvtier.identity.keys import Scope, tenant_of
 from kvtier.manager.manager import Manager
 from kvtier.retention.ranges import BlockTerms
 from kvtier.tiers.device.dirty import Dirty, DirtyList
@@ -174,6 +175,10 @@ class Stores:
     def forget(self, blocks: Iterable[int]) -> None:
         """These blocks hold something else now."""
         self._counters["spill_lost"] += len(self._dirty.discard(blocks))
+
+    def forget_tenants(self, tenants: Collection[Scope]) -> None:
+        """Nothing that waits for its copy is kept of these."""
+        self._dirty.discard([dirty.slot for dirty in self._dirty if tenant_of(dirty.key) in tenants])
 
     def distrust(self, bad: set[int]) -> None:
         """These blocks are wrong: neither they nor copies of them under way count."""

@@ -112,9 +112,15 @@ class WorkerHalf:
     them."""
 
     def __init__(
-        self, cache_layout: CacheLayout, watch: WeightsWatch | None = None, unwatched: Sequence[str] = ()
+        self,
+        cache_layout: CacheLayout,
+        watch: WeightsWatch | None = None,
+        unwatched: Sequence[str] = (),
+        opener: Callable[..., copy.CopyEngine] = engine.open_engine,
     ) -> None:
-        """`watch` follows the weights of this rank, but for the changes that are `unwatched`."""
+        """`watch` follows the weights of this rank, but for the changes that are `unwatched`. `opener` opens the copy
+        engine, as `kvtier.kernels.engine.open_engine` does."""
+        self._opener = opener
         self._cache_layout = cache_layout
         self._watch = watch or WeightsWatch()
         self._unwatched = tuple(unwatched)
@@ -182,9 +188,7 @@ class WorkerHalf:
         slots = memoryview(arena)[: handle.slots * handle.slot_bytes]
         host = layout.of_slots(slots, handle.slot_bytes, self._described.shape)
         found, calibration = self._described, Path(handle.calibration) if handle.calibration else None
-        begin = partial(
-            engine.open_engine, found.memory, host, found.shape, method=handle.copy_by, calibration=calibration
-        )
+        begin = partial(self._opener, found.memory, host, found.shape, method=handle.copy_by, calibration=calibration)
         self._open = partial(Pump, partial(begin, limits=LIMITS)) if found.on_gpu else begin
         self._engine, self._arena, self._slot_bytes = self._open(), arena, handle.slot_bytes
 

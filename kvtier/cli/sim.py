@@ -18,7 +18,7 @@ from kvtier.sim import History, Played, make_history, play, shrink
 from kvtier.sim.history import HOSTS_MAX, STEPS
 
 Seeds = Annotated[str, typer.Option("--seeds", help="One seed, or the first and the last: 0-1999.")]
-Mode = Annotated[Literal["safety", "liveness"], typer.Option("--mode", help="What is checked; see below.")]
+Mode = Annotated[Literal["safety", "liveness", "engines"], typer.Option("--mode", help="What is checked; see below.")]
 Hosts = Annotated[int, typer.Option("--hosts", min=0, max=HOSTS_MAX, help="Machines; 0: one to three, by the seed.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, max=10_000, help="Steps of a history.")]
 Shrink = Annotated[bool, typer.Option("--shrink/--no-shrink", help="Leave steps out of a failing history.")]
@@ -41,8 +41,8 @@ def sim(
 ) -> None:
     """Simulate whole fleets, one history per seed, the same each time: the real cache and manager over virtual time,
     disks and one bucket, with faults, kills, wrong clocks and purges. safety: nothing wrong, purged or expired is
-    served, and no bound is passed. liveness: besides, everything works again once all is well. A history that fails is
-    shrunk, and kept as a file for --replay."""
+    served, and no bound is passed. liveness: besides, everything works again once all is well. engines: the same beside
+    an engine per machine, with vLLM's connector. A history that fails is shrunk, and kept as a file for --replay."""
     if replay is not None:
         _replay(_read(replay), as_json=json)
         return

@@ -7,20 +7,27 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from kvtier.errors import InvalidRequest
+from kvtier.sim.device_faults import DeviceFaults
 from kvtier.sim.link import LinkFaults
 
-MODES = ("safety", "liveness")
+MODES = ("safety", "liveness", "engines")
 STEPS = 40
 HOSTS_MAX = 8
 _VERBS: Mapping[str, int] = {
     "put": 22, "get": 22, "request": 14, "match": 4, "prewarm": 3, "flush": 4, "evict": 4, "purge": 3, "pin": 3,
     "unpin": 2, "bucket": 5, "disk": 5, "heal": 3, "land": 2, "damage": 2, "jump": 1, "leap": 1, "kill": 3, "stop": 2,
 }  # fmt: skip
+_ENGINE_VERBS: Mapping[str, int] = {
+    "ask": 60, "abort": 12, "preempt": 14, "reset": 14, "device": 12, "put": 6, "get": 6, "evict": 5, "purge": 5,
+    "flush": 2, "bucket": 3, "disk": 3, "heal": 3, "land": 1, "damage": 1, "leap": 1, "jump": 1, "kill": 2, "stop": 1,
+}  # fmt: skip
+ENGINE_VERBS = ("ask", "abort", "preempt", "reset", "device")
+"""Those of an engine or its devices."""
 _DISK_FAULTS = ("error", "crash", "slow", "linger", "drop", "hang")
 _DISK_VERBS = ("read", "write", "lookup", "retain", "purge", "tombstones", "evict", "flush", "write_note", "*")
 _DAY_S = 86_400.0
@@ -36,6 +43,31 @@ class Step:
     verb: str
     args: dict[str, Any]
     seed: int
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """Of the engine on each machine. `blocks` of its pool; `batch`: tokens of a step, which takes `pace` times as long
+    as in a small engine; `ahead`: whether it is planned before the last one has run, and `defers`: whether blocks that
+    it may still write are given back behind it. Copies: `chunk_blocks` at once, `step_blocks` stored per step,
+    `in_step_blocks` loaded within one. `mode`: offload.mode."""
+
+    blocks: int
+    batch: int
+    running: int
+    ranks: int
+    ahead: bool
+    defers: bool
+    caching: bool
+    polls_first: bool
+    chunk_blocks: int
+    step_blocks: int
+    in_step_blocks: int
+    stores_decoded: bool
+    weighs: bool
+    shares_cores: bool
+    mode: Literal["auto", "lazy", "eager"]
+    pace: float
 
 
 @dataclass(frozen=True)
@@ -56,6 +88,7 @@ class History:
     quota: float
     slices: int
     steps: tuple[Step, ...] = field(repr=False)
+    engine: EngineShape | None = None
 
     def only(self, steps: Sequence[int]) -> History:
         """The same with these of its steps, by number."""
@@ -73,7 +106,11 @@ class History:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"not a history of `kvtier sim`: {error}") from None
         verbs = {step.verb for step in history.steps}
-        if history.mode not in MODES or not 1 <= len(history.skews) <= HOSTS_MAX or not verbs <= _VERBS.keys():
+        if (
+            history.mode not in MODES
+            or not 1 <= len(history.skews) <= HOSTS_MAX
+            or not verbs <= _VERBS.keys() | _ENGINE_VERBS.keys()
+        ):
             raise InvalidRequest("not a history of `kvtier sim`: its mode, its machines or a verb do not exist")
         return history
 
@@ -101,12 +138,35 @@ def make_history(seed: int, mode: str = "safety", hosts: int = 0, steps: int = S
         policy=rng.choice(("auto", "lru", "gapduel")),
         quota=rng.choice((0.0, 0.0, 0.6)),
         slices=rng.choice((0, 0, 1, 2)),
-        steps=tuple(_steps(rng, count, steps, tiers, near)),
+        steps=tuple(_steps(rng, count, steps, tiers, near, mode)),
+        engine=_shape(rng) if mode == "engines" else None,
     )
 
 
-def _steps(rng: random.Random, hosts: int, count: int, tiers: Sequence[str], near: bool) -> Iterator[Step]:
-    verbs = {verb: weight for verb, weight in _VERBS.items() if not near or verb != "jump"}
+def _shape(rng: random.Random) -> EngineShape:
+    return EngineShape(
+        blocks=rng.choice((14, 20, 32, 64)),
+        batch=rng.choice((16, 24, 48, 200)),
+        running=rng.choice((2, 4, 8)),
+        ranks=rng.choice((1, 1, 2)),
+        ahead=rng.random() < 0.5,
+        defers=rng.random() < 0.5,
+        caching=rng.random() < 0.7,
+        polls_first=rng.random() < 0.5,
+        chunk_blocks=rng.choice((1, 2, 64)),
+        step_blocks=rng.choice((1, 4, 64)),
+        in_step_blocks=rng.choice((0, 2, 64, 64)),
+        stores_decoded=rng.random() < 0.8,
+        weighs=rng.random() < 0.3,
+        shares_cores=rng.random() < 0.3,
+        mode=rng.choice(("auto", "auto", "eager", "lazy")),
+        pace=rng.choice((1.0, 10.0)),
+    )
+
+
+def _steps(rng: random.Random, hosts: int, count: int, tiers: Sequence[str], near: bool, mode: str) -> Iterator[Step]:
+    every = _ENGINE_VERBS if mode == "engines" else _VERBS
+    verbs = {verb: weight for verb, weight in every.items() if not near or verb != "jump"}
     for verb in rng.choices(list(verbs), list(verbs.values()), k=count):
         gap = rng.choice((0.0, 0.0, 0.0, 0.001, 0.003, 0.01, 0.1, 0.5, 2.0, 8.0 if rng.random() < 0.5 else 25.0))
         yield Step(gap, rng.randrange(hosts), verb, dict(_args(verb, rng, tiers)), rng.getrandbits(32))
@@ -147,6 +207,15 @@ def _args(verb: str, rng: random.Random, tiers: Sequence[str]) -> Iterator[tuple
         yield "kind", rng.choice(_DISK_FAULTS)
         yield "on", rng.choice(_DISK_VERBS)
         yield "rate", rng.choice((0.1, 0.4, 1.0))
+    elif verb == "ask":
+        yield from _asked(rng)
+    elif verb in ("abort", "preempt"):
+        yield "which", rng.randrange(8) if verb == "abort" or rng.random() < 0.7 else -1
+    elif verb == "reset":
+        yield "running", rng.random() < 0.6
+    elif verb == "device":
+        yield "kind", rng.choice(DeviceFaults.KINDS)
+        yield "rate", rng.choice((0.1, 0.4, 1.0))
     elif verb == "jump":
         yield "ahead", rng.choice((3.0, -3.0, 250.0, -3600.0, 2 * _DAY_S, -2 * _DAY_S))
     elif verb == "leap":
@@ -155,3 +224,17 @@ def _args(verb: str, rng: random.Random, tiers: Sequence[str]) -> Iterator[tuple
         yield "down", rng.choice((0.0, 0.5, 3.0))
         if verb == "kill" and rng.random() < 0.3:
             yield "again", rng.choice((0.0, 0.001, 0.02))
+
+
+def _asked(rng: random.Random) -> Iterator[tuple[str, Any]]:
+    """A prompt of an engine, `short` tokens shorter than its blocks, of which `tokens` are sampled. `by_length`: the
+    engine knows how many."""
+    yield "scope", rng.choice((0, 0, 0, 1, 2, 3, 5))
+    yield "chain", min(int(rng.expovariate(0.7)), 7)
+    yield "blocks", rng.randint(1, 6)
+    yield "short", rng.choice((0, 0, 1, rng.randrange(16)))
+    yield "tokens", rng.choice((1, 2, 9, 17, 40))
+    yield "by_length", rng.random() < 0.6
+    yield "leaves", rng.random() < 0.1
+    yield "kind", rng.choice((None, None, None, "sure", "shallow", "local", "urgent"))
+    yield "off", rng.choice((None,) * 8 + ("load", "store"))

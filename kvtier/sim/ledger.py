@@ -68,6 +68,8 @@ class Ledger:
         self._used: dict[BlockKey, float] = {}
         self.purges: list[Purge] = []
         self.served = self.missed_purged = 0
+        self.wrong: Wrong | None = None
+        """The first that was seen where nothing may be raised."""
 
     @contextmanager
     def using(self, keys: Sequence[BlockKey], *, putting: bool = False) -> Iterator[None]:
@@ -86,6 +88,21 @@ class Ledger:
             if putting:
                 self._putting.subtract(keys)
                 self._put_ended.update(dict.fromkeys(keys, ended))
+
+    def broken(self, what: str) -> None:
+        """A promise is broken; the caller goes on."""
+        self.wrong = self.wrong or Wrong(what)
+
+    def touched(self, keys: Sequence[BlockKey], *, stored: bool = False) -> None:
+        """An engine's blocks are used now, or published: their time runs from here."""
+        now = dict.fromkeys(keys, self.now())
+        self._used.update(now)
+        if stored:
+            self._put_ended.update(now)
+
+    def offered(self, keys: Sequence[BlockKey]) -> None:
+        """A request of an engine has these blocks now, of its own making: they may be stored."""
+        self._put_began.update(dict.fromkeys(keys, self.now()))
 
     def before(self, keys: Sequence[BlockKey], process: int, proven: float, bound_s: float) -> dict[BlockKey, Before]:
         """Of each block, as a call of a process begins. `proven`: the time of the purge log that is in force there;

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from kvtier.identity.hashing import chain_hashes, chain_root
@@ -55,14 +56,32 @@ def fresh_chain(scope: int, number: int, blocks: int = 4) -> list[BlockKey]:
     return _keys(SCOPES[scope], [1 << 20 | number] * (blocks * NAMESPACE.block_tokens))
 
 
+@lru_cache(maxsize=1 << 12)
+def text_of(scope: int, chain: int, given: int, made: int) -> tuple[list[int], list[BlockKey]]:
+    """What an engine makes of a prompt, the first `given` tokens of a chain (below 0: one that nobody has put): these
+    and at least `made` that follow, each a function of all before it, in whole blocks. And their keys."""
+    made += -(given + made) % NAMESPACE.block_tokens
+    tokens = ([1 << 20 | -chain] * given if chain < 0 else _prompts(scope)[chain])[:given]
+    whole = hashlib.blake2b(repr(tokens).encode(), digest_size=2)
+    for _ in range(made):
+        tokens.append(int.from_bytes(whole.copy().digest()) % 1000)
+        whole.update(tokens[-1].to_bytes(2))
+    return tokens, _keys(SCOPES[scope], tokens)
+
+
 @cache
 def _chains(scope: int) -> list[list[BlockKey]]:
+    return [_keys(SCOPES[scope], tokens) for tokens in _prompts(scope)]
+
+
+@cache
+def _prompts(scope: int) -> list[list[int]]:
     rng, size = random.Random(scope), NAMESPACE.block_tokens
     prompts: list[list[int]] = []
     for number in range(CHAINS):
         shared = prompts[rng.randrange(number)][: rng.randrange(1, BLOCKS) * size] if number % 3 else []
         prompts.append(shared + [rng.randrange(1000) for _ in range(BLOCKS * size - len(shared))])
-    return [_keys(SCOPES[scope], tokens) for tokens in prompts]
+    return prompts
 
 
 def _keys(scope: Scope, tokens: list[int]) -> list[BlockKey]:

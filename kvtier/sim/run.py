@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from unittest import mock
 
+from kvtier.sim.engines import errors_told
 from kvtier.sim.history import History
 from kvtier.sim.ledger import Wrong
 from kvtier.sim.loop import Stuck, VirtualLoop
@@ -44,7 +45,8 @@ def play(history: History) -> Played:
         world = World(history, loop)
         try:
             asyncio.set_event_loop(loop)
-            loop.run_until_complete(world.run())
+            with errors_told(world.ledger):
+                loop.run_until_complete(world.run())
         except (Wrong, Stuck) as error:
             failure = f"{type(error).__name__}: {error}"
             where = _where(error)
@@ -79,6 +81,7 @@ def _alone() -> Iterator[None]:
             mock.patch("kvtier.tiers.host.tier.SLICE_NS", 1 << 62),
             mock.patch("kvtier.manager.turns.TURN_NS", -1),
             mock.patch("kvtier.manager.hierarchy.TURN_NS", -1),
+            mock.patch("kvtier.connectors.vllm.worker.fill_page_table", lambda arena: None),
         ):
             yield
     finally:

@@ -21,7 +21,8 @@ from kvtier.config import Config
 from kvtier.errors import ClosedError, TierError
 from kvtier.identity.keys import BlockKey
 from kvtier.sim.client import GRACE_S, Client
-from kvtier.sim.history import History, Step
+from kvtier.sim.engines import Engines
+from kvtier.sim.history import ENGINE_VERBS, History, Step
 from kvtier.sim.host import Host
 from kvtier.sim.ledger import Ledger, Wrong, bytes_of
 from kvtier.sim.loop import OUTSIDE, VirtualLoop
@@ -80,10 +81,20 @@ class World:
         self.ledger = Ledger(NAMESPACE.block_bytes, SHORT, loop.time, _spread_s(history) + GRACE_S)
         self.log: list[str] = []
         self._hash = hashlib.sha256()
+        self._engines: Engines | None = None
+        if history.engine is not None:
+            rng = random.Random(f"engines {history.seed}")
+            self._engines = Engines(
+                history.engine, loop, self.ledger, rng, self._bound_s, lambda: self._leapt, self.tell
+            )
 
     @property
     def digest(self) -> str:
         return self._hash.hexdigest()[:32]
+
+    @property
+    def _bound_s(self) -> float:
+        return BOUND_S if self.history.purge == "strict" else inf
 
     def tell(self, host: Host | None, what: str) -> None:
         """An event of the history."""
@@ -103,11 +114,16 @@ class World:
             if change is not None:
                 self.tell(host, f"{step.verb} {step.args}")
                 await change(host, step.args)
+            elif self._engines is not None and step.verb in ENGINE_VERBS:
+                self.tell(host, f"{step.verb} {step.args}")
+                self._engines.act(host, step.verb, step.args)
             elif host.cache is not None:
                 self._launch(host, step)
         await self._ended(self.hosts)
         if self.history.mode == "liveness":
             await self._recovers()
+        if self._engines is not None:
+            await self._engines_recover(self._engines)
         for host in self.hosts:
             await self._look(host)
         for host in self.hosts:
@@ -119,11 +135,10 @@ class World:
 
     def _client(self, host: Host) -> Client:
         assert host.cache is not None
-        bound_s = BOUND_S if self.history.purge == "strict" else inf
-        process = host.process
         return Client(
-            host.cache, process, self.ledger, lambda: self._leapt, lambda told: self.tell(host, told), bound_s
-        )
+            host.cache, host.process, self.ledger, lambda: self._leapt, lambda told: self.tell(host, told),
+            self._bound_s,
+        )  # fmt: skip
 
     def _launch(self, host: Host, step: Step) -> None:
         """Begin a step's call, and cancel it some turns later, if it says so."""
@@ -134,7 +149,9 @@ class World:
         self._running.append(task)
 
     def _reap(self) -> None:
-        """Raise what a call that has ended raised."""
+        """Raise what a call that has ended raised, or an engine."""
+        if self._engines is not None:
+            self._engines.look()
         still = []
         for task in self._running:
             if not task.done():
@@ -169,6 +186,8 @@ class World:
         cache = self._boot(host)
         await self._within(host, cache.__aenter__(), 120.0, "opening")
         host.cache = cache
+        if self._engines is not None:
+            await self._within(host, self._engines.start(host), GRACE_S, "the start of the engine")
         self.tell(host, "opened")
 
     def _boot(self, host: Host) -> AsyncCache:
@@ -181,6 +200,8 @@ class World:
         if host.cache is None:
             return
         cache, host.cache = host.cache, None
+        if self._engines is not None:
+            await self._within(host, self._engines.shut(host), CLOSE_S, "the end of the engine")
         flushed = await self._within(host, cache.close(), CLOSE_S + GRACE_S, "closing")
         self.tell(host, f"closed, {flushed.pending} pending")
         await self._ended([host])  # of callers, some hold leases
@@ -202,6 +223,8 @@ class World:
         """Nothing of the host's process runs any more, and its memory is gone."""
         host.cut_off()
         self._loop.kill(host.process)
+        if self._engines is not None:
+            self._engines.killed(host)
         self._running = [task for task in self._running if task.process != host.process]  # type: ignore[attr-defined]
         if cache is not None:
             cache.manager.host.arena.close()
@@ -267,12 +290,30 @@ class World:
         if failed := host.cache.manager.hierarchy.supervisor.restarts:
             raise Wrong(f"background tasks failed on host {host.number}: {dict(failed)}")
 
-    async def _recovers(self) -> None:
-        """All is well again: every cache works, within HEALED_S."""
+    async def _heal_all(self) -> None:
         for host, ahead_s in zip(self.hosts, self.history.skews, strict=True):
             host.heal()
             host.clock.ahead_s = ahead_s
             await self._land(host, {})
+
+    async def _engines_recover(self, engines: Engines) -> None:
+        """All is well again: every engine answers all requests and holds nothing, and what it computes is found."""
+        await self._heal_all()
+        healed = self._loop.time()
+        for host in self.hosts:
+            await engines.idle(host)
+        await asyncio.sleep(QUIET_S)
+        for host in self.hosts:
+            await self._settled(host, healed)
+            assert host.cache is not None
+            # Else it may be full, for good, of blocks that are worth as much as those to come.
+            await self._within(host, host.cache.evict("g2"), CLOSE_S, "evict")
+            await engines.works(host, self._fresh)
+            await engines.idle(host)
+
+    async def _recovers(self) -> None:
+        """All is well again: every cache works, within HEALED_S."""
+        await self._heal_all()
         healed = self._loop.time()
         await asyncio.sleep(QUIET_S)  # purges that were cancelled or failed are under way until then
         for host in self.hosts:

@@ -91,6 +91,19 @@ def test_what_was_loaded_counts_for_the_next_boundary(make: Make) -> None:
     assert [warm(engine, longer), warm(engine, longer)] == [56, 64]
 
 
+def test_a_boundary_that_waits_for_its_copy_when_its_tenant_is_purged_is_not_stored(make: Make) -> None:
+    engine, asked = make([(20, 2)]), prompt(12, 64)
+    engine.add(asked, 1)
+    engine.step()
+    assert engine.half._held.ready and not engine.scheduler.requests
+    engine.cache.purge()
+    engine.run()
+    assert engine.cache.stats()["g2"]["blocks"] == 0
+    assert warm(engine, asked) == 0
+    assert warm(engine, asked) > 0, "what was computed since then is stored"
+    engine.check()
+
+
 def test_windows_that_are_evicted_while_they_are_pinned_are_a_miss(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

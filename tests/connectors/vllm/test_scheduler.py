@@ -42,6 +42,34 @@ def stored(engine: SmallEngine, tokens: list[int]) -> None:
     assert engine.stored(tokens) == len(tokens) // SIZE
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_what_waits_for_its_copy_when_its_tenant_is_purged_is_not_stored(make: Make, caching: bool) -> None:
+    """Its request may be over by then. The next one's blocks are stored, as ever."""
+    engine = make(caching=caching)
+    engine.add("before", PROMPT, wanted=1)
+    engine.step()
+    assert engine.half._stores and not engine.metas[-1].stores and "before" not in engine.requests
+    engine.cache.purge()
+    engine.run()
+    assert engine.stored(PROMPT) == 0
+    engine.add("after", PROMPT)
+    engine.run()
+    assert engine.stored(PROMPT) == 5
+    engine.check()
+
+
+def test_a_purge_is_kept_in_mind_until_it_is_carried_out(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make()
+    engine.add("before", PROMPT, wanted=1)
+    engine.step()
+    engine.cache.purge()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.half._stores, "forget_tenants", raising)
+        engine.step()
+    engine.run()
+    assert engine.stored(PROMPT) == 0
+
+
 def waiting(make: Make) -> SmallEngine:
     """An engine with a request that waits for its load."""
     engine = make()
