@@ -7,11 +7,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from kvtier.errors import InvalidRequest
+from kvtier.sim import drive
 from kvtier.sim.link import LinkFaults
 
 MODES = ("safety", "liveness")
@@ -24,6 +25,9 @@ _VERBS: Mapping[str, int] = {
 _DISK_FAULTS = ("error", "crash", "slow", "linger", "drop", "hang")
 _DISK_VERBS = ("read", "write", "lookup", "retain", "purge", "tombstones", "evict", "flush", "write_note", "*")
 _DAY_S = 86_400.0
+_TIERS: Sequence[tuple[str, ...]] = (("g3", "g4"), ("g3", "g4"), ("g4",), ("g3",), ("g3", "g4"), ())
+_REAL_VERBS = {**_VERBS, "put": 26, "disk": 7, "damage": 3, "kill": 5}
+"""Where G3 is the real one."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Step:
 class History:
     """`skews`: by how much each machine's wall clock is ahead at first. `tiers`: those below G2. `purge`: its mode.
     `quota`: a scope's share of G2; 0: all. `slices`: into how many blocks long work is cut, so that
-    chains as short as these are cut, too; 0: as ever."""
+    chains as short as these are cut, too; 0: as ever. `disk`: what G3 is."""
 
     seed: int
     mode: str
@@ -56,6 +60,7 @@ class History:
     quota: float
     slices: int
     steps: tuple[Step, ...] = field(repr=False)
+    disk: Literal["model", "real"] = "model"
 
     def only(self, steps: Sequence[int]) -> History:
         """The same with these of its steps, by number."""
@@ -78,14 +83,17 @@ class History:
         return history
 
 
-def make_history(seed: int, mode: str = "safety", hosts: int = 0, steps: int = STEPS) -> History:
+def make_history(
+    seed: int, mode: str = "safety", hosts: int = 0, steps: int = STEPS, disk: Literal["model", "real"] = "model"
+) -> History:
     """`hosts` 0: one to three. Pure. Raises InvalidRequest."""
     if mode not in MODES:
         raise InvalidRequest(f"mode {mode!r}: one of {', '.join(MODES)}")
     if not 0 <= hosts <= HOSTS_MAX or steps < 1:
         raise InvalidRequest(f"hosts: 1 … {HOSTS_MAX}, steps: at least 1; got {hosts} and {steps}")
-    rng = random.Random(f"{mode} {seed}")
-    tiers = rng.choice((("g3", "g4"), ("g3", "g4"), ("g4",), ("g3",), ("g3", "g4"), ()))
+    real = disk == "real"
+    rng = random.Random(f"{mode} {disk} {seed}" if real else f"{mode} {seed}")
+    tiers = rng.choice([tiers for tiers in _TIERS if "g3" in tiers or not real])
     count = hosts or (rng.choice((1, 2, 2, 3)) if "g4" in tiers else 1)
     near = mode == "liveness" or rng.random() < 0.7  # a clock that is wrong costs hits until it is trusted again
     skews = tuple(rng.choice((0.0, 0.5, -1.5) if near else (0.0, 5.0, -30.0, 250.0, -3600.0)) for _ in range(count))
@@ -101,18 +109,22 @@ def make_history(seed: int, mode: str = "safety", hosts: int = 0, steps: int = S
         policy=rng.choice(("auto", "lru", "gapduel")),
         quota=rng.choice((0.0, 0.0, 0.6)),
         slices=rng.choice((0, 0, 1, 2)),
-        steps=tuple(_steps(rng, count, steps, tiers, near)),
+        steps=tuple(_steps(rng, count, steps, tiers, near, real=real)),
+        disk=disk,
     )
 
 
-def _steps(rng: random.Random, hosts: int, count: int, tiers: Sequence[str], near: bool) -> Iterator[Step]:
-    verbs = {verb: weight for verb, weight in _VERBS.items() if not near or verb != "jump"}
+def _steps(
+    rng: random.Random, hosts: int, count: int, tiers: Sequence[str], near: bool, *, real: bool
+) -> Iterator[Step]:
+    weights = _REAL_VERBS if real else _VERBS
+    verbs = {verb: weight for verb, weight in weights.items() if not near or verb != "jump"}
     for verb in rng.choices(list(verbs), list(verbs.values()), k=count):
         gap = rng.choice((0.0, 0.0, 0.0, 0.001, 0.003, 0.01, 0.1, 0.5, 2.0, 8.0 if rng.random() < 0.5 else 25.0))
-        yield Step(gap, rng.randrange(hosts), verb, dict(_args(verb, rng, tiers)), rng.getrandbits(32))
+        yield Step(gap, rng.randrange(hosts), verb, dict(_args(verb, rng, tiers, real=real)), rng.getrandbits(32))
 
 
-def _args(verb: str, rng: random.Random, tiers: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _args(verb: str, rng: random.Random, tiers: Sequence[str], *, real: bool) -> Iterator[tuple[str, Any]]:
     if verb in ("put", "get", "request", "match", "prewarm", "pin"):
         yield "scope", min(int(rng.expovariate(0.6)), 5) if verb != "pin" else 0
         yield "chain", min(int(rng.expovariate(0.5)), 7)
@@ -144,8 +156,8 @@ def _args(verb: str, rng: random.Random, tiers: Sequence[str]) -> Iterator[tuple
         yield "kind", rng.choice(LinkFaults.KINDS)
         yield "rate", rng.choice((0.1, 0.4, 1.0))
     elif verb == "disk":
-        yield "kind", rng.choice(_DISK_FAULTS)
-        yield "on", rng.choice(_DISK_VERBS)
+        yield "kind", rng.choice(drive.KINDS if real else _DISK_FAULTS)
+        yield "on", rng.choice(drive.VERBS if real else _DISK_VERBS)
         yield "rate", rng.choice((0.1, 0.4, 1.0))
     elif verb == "jump":
         yield "ahead", rng.choice((3.0, -3.0, 250.0, -3600.0, 2 * _DAY_S, -2 * _DAY_S))
@@ -155,3 +167,5 @@ def _args(verb: str, rng: random.Random, tiers: Sequence[str]) -> Iterator[tuple
         yield "down", rng.choice((0.0, 0.5, 3.0))
         if verb == "kill" and rng.random() < 0.3:
             yield "again", rng.choice((0.0, 0.001, 0.02))
+        if verb == "kill" and real:
+            yield "power", rng.random() < 0.5
