@@ -28,8 +28,9 @@ HEAD = 512
 DEVICE_S = (0.0, 0.0, 0.0002, 0.001, 0.02)
 """How long a call takes."""
 SLOW_S = 0.1
-KINDS = ("error", "slow", "hang", "full", "drop", "bad")
-"""`drop`: writes are answered and not made; `bad`: some pages are, from now on."""
+KINDS = ("error", "error", "slow", "hang", "full", "drop", "bad", "bad", "bad")
+"""As often as they are drawn. `drop`: writes are answered and not made; `bad`: some pages are, until they are written
+to."""
 VERBS = ("read", "write", "sync", "commit", "*")
 
 
@@ -115,13 +116,16 @@ class Drive:
     # -- what happens to it -----------------------------------------------------------------------------------------
 
     def heal(self) -> None:
-        """Every call is answered from now on, those that hang included; pages that were bad take writes again."""
+        """Every call is answered from now on, those that hang included. Pages that are bad stay so."""
         self.faults.clear()
-        for content in self._contents.values():
-            content.bad.clear()
         hanging, self._hanging = self._hanging, []
         for thread in hanging:
             thread.wake()
+
+    def mend_pages(self) -> None:
+        """No page is bad any more."""
+        for content in self._contents.values():
+            content.bad.clear()
 
     def break_(self, fault: DeviceFault) -> None:
         """From now on, until `heal` or another fault."""
@@ -131,7 +135,7 @@ class Drive:
         if fault.kind == "bad":
             for _, content in self._slabs():
                 pages = range(-(-len(content.certain) // PAGE))
-                content.bad.update(page for page in pages if self._rng.random() < min(fault.rate, 0.4))
+                content.bad.update(page for page in pages if self._rng.random() < fault.rate / 3)
         hanging, self._hanging = self._hanging, []
         for thread in hanging:
             thread.wake()
@@ -214,8 +218,10 @@ class Drive:
             here.wait()
             fault = self._drawn(verb)
         if content is not None and content.bad:
-            pages = range(span.start // PAGE, -(-span.stop // PAGE))
-            if any(page in content.bad for page in pages):
+            bad = content.bad.intersection(range(span.start // PAGE, -(-span.stop // PAGE)))
+            if verb == "write" and self._rng.random() < 0.5:
+                content.bad -= bad  # the device writes to spare ones
+            elif bad:
                 raise OSError(errno.EIO, "a bad page")
         if fault is None or fault.kind == "slow":
             return ""

@@ -26,7 +26,7 @@ _DISK_FAULTS = ("error", "crash", "slow", "linger", "drop", "hang")
 _DISK_VERBS = ("read", "write", "lookup", "retain", "purge", "tombstones", "evict", "flush", "write_note", "*")
 _DAY_S = 86_400.0
 _TIERS: Sequence[tuple[str, ...]] = (("g3", "g4"), ("g3", "g4"), ("g4",), ("g3",), ("g3", "g4"), ())
-_REAL_VERBS = {**_VERBS, "put": 26, "disk": 7, "damage": 3, "kill": 5}
+_REAL_VERBS = {**_VERBS, "put": 26, "disk": 7, "damage": 3, "kill": 5, "beside": 14}
 """Where G3 is the real one."""
 
 
@@ -78,7 +78,7 @@ class History:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"not a history of `kvtier sim`: {error}") from None
         verbs = {step.verb for step in history.steps}
-        if history.mode not in MODES or not 1 <= len(history.skews) <= HOSTS_MAX or not verbs <= _VERBS.keys():
+        if history.mode not in MODES or not 1 <= len(history.skews) <= HOSTS_MAX or not verbs <= _REAL_VERBS.keys():
             raise InvalidRequest("not a history of `kvtier sim`: its mode, its machines or a verb do not exist")
         return history
 
@@ -129,6 +129,10 @@ def _args(verb: str, rng: random.Random, tiers: Sequence[str], *, real: bool) ->
         yield "scope", min(int(rng.expovariate(0.6)), 5) if verb != "pin" else 0
         yield "chain", min(int(rng.expovariate(0.5)), 7)
         yield "blocks", rng.randint(1, 6)
+    if verb == "beside":
+        yield "prompt", rng.randrange(6)
+        yield "blocks", rng.randint(1, 4)
+        yield "put", rng.random() < 0.7
     if verb in ("put", "get"):
         yield "start", rng.choice((0, 0, 0, 1, 3))
     if verb in ("put", "get", "request", "match", "prewarm"):

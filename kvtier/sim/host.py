@@ -17,6 +17,7 @@ from kvtier.retention.trusted_clock import TrustedClock
 from kvtier.sim.drive import DeviceFault, Drive
 from kvtier.sim.kernel import Kernel
 from kvtier.sim.link import Link, LinkFaults
+from kvtier.sim.neighbour import Neighbour
 from kvtier.testing.clock import SkewedClock
 from kvtier.testing.faults import Fault, FaultyTier
 from kvtier.testing.memory import MemoryStore, MemoryTier
@@ -80,6 +81,7 @@ class Host:
         self.cache: AsyncCache | None = None
         self.disk = MemoryStore.empty()
         self.drive: Drive | None = None
+        self.neighbour: Neighbour | None = None
         self._kernel = kernel
         self._capacity = 0
         if kernel is not None and folder is not None:
@@ -104,6 +106,7 @@ class Host:
             slot_bytes = slot_class(namespace.block_bytes) * SLOT_ALIGN
             self._capacity = (disk_blocks or BLOCKS_MAX) * slot_bytes
             quota = config.retention.quota or 0.0
+            self.neighbour = Neighbour(self.drive.folder / "g3", self._capacity, clock)
             tiers.append(_RealDisk(self.drive, self._capacity, namespace, clock, quota))
         elif config.tiers.g3 is not None:
             self._memory = MemoryTier(namespace, clock, store=self.disk, capacity_blocks=disk_blocks)
@@ -153,11 +156,13 @@ class Host:
         elif entries := sorted(self.disk.entries):
             self.disk.damage(rng.choice(entries), rng.randrange(block_bytes))
 
-    def heal(self) -> None:
-        """Disk and bucket answer again."""
+    def heal(self, *, wholly: bool = False) -> None:
+        """Disk and bucket answer again; `wholly`: bad pages of the disk, too."""
         self.faults.clear()
         if self._disk is not None:
             self._disk.heal()
+        if self.drive is not None and wholly:
+            self.drive.mend_pages()
         if self.drive is not None:
             self.drive.heal()
         self.link_faults.kind = ""

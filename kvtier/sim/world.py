@@ -84,6 +84,7 @@ class World:
         self._leapt = 0.0
         self._processes = OUTSIDE
         self._running: list[asyncio.Task[None]] = []
+        self._beside_tasks: list[asyncio.Task[None]] = []
         self.ledger = Ledger(NAMESPACE.block_bytes, SHORT, loop.time, _spread_s(history) + GRACE_S)
         self.log: list[str] = []
         self._hash = hashlib.sha256()
@@ -188,6 +189,8 @@ class World:
         if host.cache is None:
             return
         cache, host.cache = host.cache, None
+        if host.neighbour is not None:
+            await self._within(host, host.neighbour.close(), CLOSE_S, "closing the neighbour")
         flushed = await self._within(host, cache.close(), CLOSE_S + GRACE_S, "closing")
         self.tell(host, f"closed, {flushed.pending} pending")
         await self._ended([host])  # of callers, some hold leases
@@ -237,6 +240,12 @@ class World:
 
     async def _disk(self, host: Host, args: dict[str, Any]) -> None:
         host.break_disk(args)
+
+    async def _beside(self, host: Host, args: dict[str, Any]) -> None:
+        """Another model uses the store. Nobody waits for it: what is wrong is among the loop's errors."""
+        if host.neighbour is not None and host.cache is not None:
+            told = partial(self.tell, host)
+            self._beside_tasks.append(self._loop.spawn(host.process, host.neighbour.do(args, told)))
 
     async def _heal(self, host: Host, args: dict[str, Any]) -> None:
         host.heal()
@@ -292,7 +301,7 @@ class World:
     async def _recovers(self) -> None:
         """All is well again: every cache works, within HEALED_S."""
         for host, ahead_s in zip(self.hosts, self.history.skews, strict=True):
-            host.heal()
+            host.heal(wholly=True)
             host.clock.ahead_s = ahead_s
             await self._land(host, {})
         healed = self._loop.time()
