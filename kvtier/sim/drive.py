@@ -64,11 +64,15 @@ class Content:
     """Pages that cannot be read or written."""
 
     def settle(self, changes: Sequence[_Change]) -> None:
-        """These are certain now."""
-        for change in changes:
-            if not change.lost:
-                _apply(self.certain, change)
-        kept = {id(change) for change in changes if not change.lost}
+        """These are certain now: what was lost before them in the same place does not come back."""
+        waiting = set(map(id, self.loose))  # another sync may have come first
+        settled = [change for change in changes if not change.lost and id(change) in waiting]
+        for change in settled:
+            _apply(self.certain, change)
+            before = self.loose[: next(n for n, one in enumerate(self.loose) if one is change)]
+            rest = [piece for one in before for piece in (_outside(one, change) if one.lost else [one])]
+            self.loose[: len(before)] = rest
+        kept = set(map(id, settled))
         self.loose = [change for change in self.loose if id(change) not in kept]
 
     def after_loss(self, rng: random.Random) -> bytes:
@@ -87,6 +91,18 @@ class Content:
                     _apply(self.certain, _Change(change.offset + start, piece))
         self.loose.clear()
         return bytes(self.certain)
+
+
+def _outside(old: _Change, new: _Change) -> list[_Change]:
+    """What a later change that is certain leaves of an earlier one that was lost."""
+    if old.size is not None or new.size is not None:
+        return [old] if old.size is None else []
+    start, end = new.offset - old.offset, new.offset + len(new.data) - old.offset
+    if end <= 0 or start >= len(old.data):
+        return [old]
+    left, right = old.data[: max(0, start)], old.data[end:]
+    pieces = [_Change(old.offset, left, lost=True), _Change(old.offset + end, right, lost=True)]
+    return [piece for piece in pieces if piece.data]
 
 
 def _apply(data: bytearray, change: _Change) -> None:
@@ -141,21 +157,21 @@ class Drive:
             thread.wake()
 
     def damage(self) -> None:
-        """A bit flips in a segment."""
+        """In a segment a bit flips in half of the blocks."""
         self.honest = False
         slabs = [(path, content) for path, content in self._slabs() if path.exists()]
         if not slabs:
             return
         path, content = self._rng.choice(slabs)
-        page, bit = self._rng.randrange(1 + path.stat().st_size // PAGE), 1 << self._rng.randrange(8)
-        offset = page * PAGE + self._rng.randrange(HEAD)
-        with path.open("r+b") as file:
-            file.seek(offset)
-            if old := file.read(1):
-                file.seek(offset)
-                file.write(bytes([old[0] ^ bit]))
-        if offset < len(content.certain):
-            content.certain[offset] ^= bit
+        data = bytearray(path.read_bytes())
+        for start in range(0, len(data), PAGE):
+            if self._rng.random() < 0.5:
+                offset, bit = start + self._rng.randrange(HEAD), 1 << self._rng.randrange(8)
+                data[offset] ^= bit
+                if offset < len(content.certain):
+                    content.certain[offset] ^= bit
+        with path.open("r+b") as file:  # the file that processes have open
+            file.write(data)
 
     def lose_power(self) -> None:
         """No process runs. What is not certain is lost, or not."""

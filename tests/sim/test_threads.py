@@ -201,6 +201,24 @@ def test_a_failed_sync_makes_nothing_durable_later(tmp_path: Path) -> None:
     assert lost > 5
 
 
+def test_what_was_lost_does_not_come_back_over_what_was_written_there_since(tmp_path: Path) -> None:
+    def work(kernel: Kernel, drive: Drive, path: str) -> None:
+        fd = kernel.open(path, os.O_RDWR | os.O_CREAT)
+        kernel.fsync(kernel.open(drive.folder, os.O_RDONLY))
+        kernel.pwritev(fd, [memoryview(b"a" * 8192)], 0)
+        drive.break_(DeviceFault("sync", "error", 1.0))
+        with pytest.raises(OSError, match="injected"):
+            kernel.fdatasync(fd)
+        drive.heal()
+        kernel.pwritev(fd, [memoryview(b"b" * 4096)], 2048)
+        kernel.fdatasync(fd)
+
+    for seed in range(10):
+        (folder := tmp_path / str(seed)).mkdir()
+        on_disk(folder, seed, work).lose_power()
+        assert (folder / "f").read_bytes()[2048:6144] == b"b" * 4096
+
+
 def test_a_new_file_is_gone_unless_its_folder_was_synced(tmp_path: Path) -> None:
     def work(kernel: Kernel, drive: Drive, path: str) -> None:
         kernel.fsync(kernel.open(path, os.O_RDWR | os.O_CREAT))
