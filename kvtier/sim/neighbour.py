@@ -43,7 +43,7 @@ class Neighbour:
                 blocks = seal(chain, range(len(chain)), size, self._clock.wall(), parents=True)
                 return " ".join(result.name for result in await self._tier.write(blocks, deadline))
             buffers = [bytearray(size) for _ in chain]
-            targets = [Target(index, [memoryview(buffer)]) for index, buffer in enumerate(buffers)]
+            targets = [Target(index, (memoryview(buffer),)) for index, buffer in enumerate(buffers)]
             results = await self._tier.read(chain, targets, deadline)
         except KVTierError as error:
             return type(error).__name__
