@@ -14,7 +14,7 @@ import contextlib
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from kvtier.clock import Clock
@@ -142,15 +142,8 @@ class Supervisor:
 
     async def close(self, deadline: Mono) -> None:
         """Cancel every task, and wait until all have ended or the deadline is over."""
-        tasks = set(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=max(_UNWIND_S, deadline - self._clock.monotonic()))
-        hung = [task for task in tasks if not task.done()]
+        hung = await end_tasks(set(self._tasks), deadline - self._clock.monotonic())
         self.abandoned += len(hung)
-        for task in hung:
-            abandon(task)
         if hung:
             names = ", ".join(task.get_name() for task in hung)
             log.warning("abandoned at close, since they do not end: %s", names)
@@ -176,6 +169,18 @@ class Supervisor:
             if tripped:
                 service.succeeded()
             pause_s, tripped = 0.0, False
+
+
+async def end_tasks(tasks: Collection[asyncio.Task[Any]], left_s: float) -> list[asyncio.Task[Any]]:
+    """Cancel these tasks, and wait until all have ended, for so long and _UNWIND_S at least. Returns those that have
+    not: they are abandoned."""
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=max(_UNWIND_S, left_s))
+    for task in tasks:
+        abandon(task)
+    return [task for task in tasks if not task.done()]
 
 
 def abandon(call: asyncio.Future[Any]) -> None:

@@ -21,6 +21,9 @@ Seeds = Annotated[str, typer.Option("--seeds", help="One seed, or the first and 
 Mode = Annotated[Literal["safety", "liveness", "engines"], typer.Option("--mode", help="What is checked; see below.")]
 Hosts = Annotated[int, typer.Option("--hosts", min=0, max=HOSTS_MAX, help="Machines; 0: one to three, by the seed.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, max=10_000, help="Steps of a history.")]
+Disk = Annotated[
+    Literal["model", "real"], typer.Option("--disk", help="G3: a model, or the real one on virtual disks.")
+]
 Shrink = Annotated[bool, typer.Option("--shrink/--no-shrink", help="Leave steps out of a failing history.")]
 Folder = Annotated[Path, typer.Option("--folder", help="Where failing histories are kept.")]
 Replay = Annotated[Path | None, typer.Option("--replay", help="Play a kept history instead, and print it.")]
@@ -34,6 +37,7 @@ def sim(
     mode: Mode = "safety",
     hosts: Hosts = 0,
     steps: Steps = STEPS,
+    disk: Disk = "model",
     shrinks: Shrink = True,
     folder: Folder = Path(),
     replay: Replay = None,
@@ -47,7 +51,7 @@ def sim(
         _replay(_read(replay), as_json=json)
         return
     first, last = _range(seeds)
-    histories = (make_history(seed, mode, hosts, steps) for seed in range(first, last + 1))
+    histories = (make_history(seed, mode, hosts, steps, disk) for seed in range(first, last + 1))
     count, failed, results = 0, list[Played](), _Sum()
     with _bar(last + 1 - first, f"{mode}") as advance:
         for history in histories:
@@ -61,7 +65,8 @@ def sim(
                     break
     files = [_keep(played, folder) for played in failed]
     found = {
-        "mode": mode, "seeds": f"{first}-{first + count - 1}", "hosts": hosts, "steps": steps, **results.figures(),
+        "mode": mode, "disk": disk, "seeds": f"{first}-{first + count - 1}", "hosts": hosts, "steps": steps,
+        **results.figures(),
         "failures": [_described(played, file) for played, file in zip(failed, files, strict=True)],
     }  # fmt: skip
     if json:
@@ -112,7 +117,9 @@ def _read(path: Path) -> History:
 
 def _keep(played: Played, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"sim-{played.history.mode}-{played.history.seed}.json"
+    history = played.history
+    disk = "-disk" if history.disk == "real" else ""
+    file = folder / f"sim-{history.mode}{disk}-{history.seed}.json"
     file.write_bytes(played.history.encode())
     return file
 
@@ -146,10 +153,10 @@ def _show(found: dict[str, Any]) -> None:
     for failure in found["failures"]:
         out.print(f"seed {failure['seed']}, {failure['steps']} steps: {failure['failure']}")
         out.print(f"    {failure['where']}\n    {failure['command']}")
-    columns = ["mode", "seeds", "failed", "blocks served", "virtual hours", "CPU ms per seed", "digest"]
+    columns = ["mode", "disk", "seeds", "failed", "blocks served", "virtual hours", "CPU ms per seed", "digest"]
     row: Sequence[object] = [
-        found["mode"], found["seeds"], len(found["failures"]), found["blocks_served"], found["virtual_hours"],
-        found["cpu_ms_per_history"], found["digest"],
+        found["mode"], found["disk"], found["seeds"], len(found["failures"]), found["blocks_served"],
+        found["virtual_hours"], found["cpu_ms_per_history"], found["digest"],
     ]  # fmt: skip
     write_table(columns, [row])
 

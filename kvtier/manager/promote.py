@@ -25,6 +25,7 @@ from kvtier.manager.slices import MOVED_BLOCKS, SLICE_BLOCKS, in_strides, slices
 from kvtier.manager.traced import traced_plan
 from kvtier.retention.terms import PRIORITY
 from kvtier.retention.trusted_clock import Reading
+from kvtier.supervisor import end_tasks
 from kvtier.tiers.host.pins import Hold, Holds
 from kvtier.tiers.host.slot import Slot, SlotState
 from kvtier.tiers.meter import Metered
@@ -435,13 +436,11 @@ class Promoter:
 
     async def close(self, deadline: Mono) -> None:
         """Begin no load any more. Wait for those under way, and no longer than GRACE_S for those that were given up,
-        then cancel them."""
+        then cancel them. One that does not end then is abandoned: its tier keeps the memory that it reads into."""
         self._closed = True
         given_up = self.given_up.running()
         with self._lock:  # a put may take blocks over
             tasks = {*self._under_way.values(), *given_up}
         await self.given_up.wait(tasks - given_up, deadline)
         await self.given_up.wait(given_up, min(deadline, self._clock.monotonic() + GRACE_S))
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(tasks, deadline - self._clock.monotonic())

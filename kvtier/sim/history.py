@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvtier.errors import InvalidRequest
+from kvtier.sim import drive
 from kvtier.sim.device_faults import DeviceFaults
 from kvtier.sim.link import LinkFaults
 
@@ -31,6 +32,9 @@ ENGINE_VERBS = ("ask", "abort", "preempt", "reset", "device")
 _DISK_FAULTS = ("error", "crash", "slow", "linger", "drop", "hang")
 _DISK_VERBS = ("read", "write", "lookup", "retain", "purge", "tombstones", "evict", "flush", "write_note", "*")
 _DAY_S = 86_400.0
+_TIERS: Sequence[tuple[str, ...]] = (("g3", "g4"), ("g3", "g4"), ("g4",), ("g3",), ("g3", "g4"), ())
+_REAL_VERBS = {**_VERBS, "put": 26, "disk": 7, "damage": 3, "kill": 5, "beside": 14}
+"""Where G3 is the real one."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class EngineShape:
 class History:
     """`skews`: by how much each machine's wall clock is ahead at first. `tiers`: those below G2. `purge`: its mode.
     `quota`: a scope's share of G2; 0: all. `slices`: into how many blocks long work is cut, so that
-    chains as short as these are cut, too; 0: as ever."""
+    chains as short as these are cut, too; 0: as ever. `disk`: what G3 is."""
 
     seed: int
     mode: str
@@ -89,6 +93,7 @@ class History:
     slices: int
     steps: tuple[Step, ...] = field(repr=False)
     engine: EngineShape | None = None
+    disk: Literal["model", "real"] = "model"
 
     def only(self, steps: Sequence[int]) -> History:
         """The same with these of its steps, by number."""
@@ -106,23 +111,23 @@ class History:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"not a history of `kvtier sim`: {error}") from None
         verbs = {step.verb for step in history.steps}
-        if (
-            history.mode not in MODES
-            or not 1 <= len(history.skews) <= HOSTS_MAX
-            or not verbs <= _VERBS.keys() | _ENGINE_VERBS.keys()
-        ):
+        known = _ENGINE_VERBS.keys() | _REAL_VERBS.keys()
+        if history.mode not in MODES or not 1 <= len(history.skews) <= HOSTS_MAX or not verbs <= known:
             raise InvalidRequest("not a history of `kvtier sim`: its mode, its machines or a verb do not exist")
         return history
 
 
-def make_history(seed: int, mode: str = "safety", hosts: int = 0, steps: int = STEPS) -> History:
+def make_history(
+    seed: int, mode: str = "safety", hosts: int = 0, steps: int = STEPS, disk: Literal["model", "real"] = "model"
+) -> History:
     """`hosts` 0: one to three. Pure. Raises InvalidRequest."""
     if mode not in MODES:
         raise InvalidRequest(f"mode {mode!r}: one of {', '.join(MODES)}")
     if not 0 <= hosts <= HOSTS_MAX or steps < 1:
         raise InvalidRequest(f"hosts: 1 … {HOSTS_MAX}, steps: at least 1; got {hosts} and {steps}")
-    rng = random.Random(f"{mode} {seed}")
-    tiers = rng.choice((("g3", "g4"), ("g3", "g4"), ("g4",), ("g3",), ("g3", "g4"), ()))
+    real = disk == "real"
+    rng = random.Random(f"{mode} {disk} {seed}" if real else f"{mode} {seed}")
+    tiers = rng.choice([tiers for tiers in _TIERS if "g3" in tiers or not real])
     count = hosts or (rng.choice((1, 2, 2, 3)) if "g4" in tiers else 1)
     near = mode == "liveness" or rng.random() < 0.7  # a clock that is wrong costs hits until it is trusted again
     skews = tuple(rng.choice((0.0, 0.5, -1.5) if near else (0.0, 5.0, -30.0, 250.0, -3600.0)) for _ in range(count))
@@ -138,8 +143,9 @@ def make_history(seed: int, mode: str = "safety", hosts: int = 0, steps: int = S
         policy=rng.choice(("auto", "lru", "gapduel")),
         quota=rng.choice((0.0, 0.0, 0.6)),
         slices=rng.choice((0, 0, 1, 2)),
-        steps=tuple(_steps(rng, count, steps, tiers, near, mode)),
+        steps=tuple(_steps(rng, count, steps, tiers, near, mode, real=real)),
         engine=_shape(rng) if mode == "engines" else None,
+        disk=disk,
     )
 
 
@@ -164,19 +170,25 @@ def _shape(rng: random.Random) -> EngineShape:
     )
 
 
-def _steps(rng: random.Random, hosts: int, count: int, tiers: Sequence[str], near: bool, mode: str) -> Iterator[Step]:
-    every = _ENGINE_VERBS if mode == "engines" else _VERBS
+def _steps(
+    rng: random.Random, hosts: int, count: int, tiers: Sequence[str], near: bool, mode: str, *, real: bool
+) -> Iterator[Step]:
+    every = _ENGINE_VERBS if mode == "engines" else _REAL_VERBS if real else _VERBS
     verbs = {verb: weight for verb, weight in every.items() if not near or verb != "jump"}
     for verb in rng.choices(list(verbs), list(verbs.values()), k=count):
         gap = rng.choice((0.0, 0.0, 0.0, 0.001, 0.003, 0.01, 0.1, 0.5, 2.0, 8.0 if rng.random() < 0.5 else 25.0))
-        yield Step(gap, rng.randrange(hosts), verb, dict(_args(verb, rng, tiers)), rng.getrandbits(32))
+        yield Step(gap, rng.randrange(hosts), verb, dict(_args(verb, rng, tiers, real=real)), rng.getrandbits(32))
 
 
-def _args(verb: str, rng: random.Random, tiers: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _args(verb: str, rng: random.Random, tiers: Sequence[str], *, real: bool) -> Iterator[tuple[str, Any]]:
     if verb in ("put", "get", "request", "match", "prewarm", "pin"):
         yield "scope", min(int(rng.expovariate(0.6)), 5) if verb != "pin" else 0
         yield "chain", min(int(rng.expovariate(0.5)), 7)
         yield "blocks", rng.randint(1, 6)
+    if verb == "beside":
+        yield "prompt", rng.randrange(6)
+        yield "blocks", rng.randint(1, 4)
+        yield "put", rng.random() < 0.7
     if verb in ("put", "get"):
         yield "start", rng.choice((0, 0, 0, 1, 3))
     if verb in ("put", "get", "request", "match", "prewarm"):
@@ -204,8 +216,8 @@ def _args(verb: str, rng: random.Random, tiers: Sequence[str]) -> Iterator[tuple
         yield "kind", rng.choice(LinkFaults.KINDS)
         yield "rate", rng.choice((0.1, 0.4, 1.0))
     elif verb == "disk":
-        yield "kind", rng.choice(_DISK_FAULTS)
-        yield "on", rng.choice(_DISK_VERBS)
+        yield "kind", rng.choice(drive.KINDS if real else _DISK_FAULTS)
+        yield "on", rng.choice(drive.VERBS if real else _DISK_VERBS)
         yield "rate", rng.choice((0.1, 0.4, 1.0))
     elif verb == "ask":
         yield from _asked(rng)
@@ -224,6 +236,8 @@ def _args(verb: str, rng: random.Random, tiers: Sequence[str]) -> Iterator[tuple
         yield "down", rng.choice((0.0, 0.5, 3.0))
         if verb == "kill" and rng.random() < 0.3:
             yield "again", rng.choice((0.0, 0.001, 0.02))
+        if verb == "kill" and real:
+            yield "power", rng.random() < 0.5
 
 
 def _asked(rng: random.Random) -> Iterator[tuple[str, Any]]:

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from kvtier.cache import AsyncCache
+from kvtier.clock import Clock
 from kvtier.config import Config
+from kvtier.identity.keys import BlockKey
 from kvtier.identity.namespace import Namespace
 from kvtier.retention.trusted_clock import TrustedClock
+from kvtier.sim.drive import DeviceFault, Drive
+from kvtier.sim.kernel import Kernel
 from kvtier.sim.link import Link, LinkFaults
+from kvtier.sim.neighbour import Neighbour
 from kvtier.testing.clock import SkewedClock
 from kvtier.testing.faults import Fault, FaultyTier
 from kvtier.testing.memory import MemoryStore, MemoryTier
 from kvtier.testing.virtual_bucket import VirtualServer
+from kvtier.tiers.disk.records import SLOT_ALIGN, slot_class
+from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.objects.tier import ObjectTier
-from kvtier.tiers.protocol import Tier
+from kvtier.tiers.protocol import Loaded, Miss, Target, Tier
+from kvtier.times import Mono
+
+BLOCKS_MAX = 256
+"""Of a real disk where the history says that there is no bound."""
 
 
 class _Disk(FaultyTier):
@@ -39,15 +52,41 @@ class _Disk(FaultyTier):
         self._hanging.clear()
 
 
-class Host:
-    """`process` runs on it, 0: none. `cache`: its cache, None while it starts or is down."""
+class _RealDisk(DiskTier):
+    """G3 on a drive. What it made durable is damaged by nothing but the drive: a block that fails its check while the
+    drive has done no such thing is an error of the simulation."""
 
-    def __init__(self, number: int, clock: SkewedClock, server: VirtualServer, rng: random.Random) -> None:
+    def __init__(self, drive: Drive, capacity: int, namespace: Namespace, clock: Clock, quota: float) -> None:
+        super().__init__([drive.folder / "g3"], capacity, namespace, clock=clock, quota=quota)
+        self._drive = drive
+
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
+        results = await super().read(chain, targets, deadline)
+        if Miss.CORRUPT in results and self._drive.honest:
+            self._drive.threads.loop.errors.append("a block on a drive that damaged nothing fails its check")
+        return results
+
+
+class Host:
+    """`process` runs on it, 0: none. `cache`: its cache, None while it starts or is down. With a kernel and a folder G3
+    is the real one, on a drive of the machine's."""
+
+    def __init__(
+        self, number: int, clock: SkewedClock, server: VirtualServer, rng: random.Random, kernel: Kernel | None = None,
+        folder: Path | None = None,
+    ) -> None:  # fmt: skip
         self.number = number
         self.clock = clock
         self.process = 0
         self.cache: AsyncCache | None = None
         self.disk = MemoryStore.empty()
+        self.drive: Drive | None = None
+        self.neighbour: Neighbour | None = None
+        self._kernel = kernel
+        self._capacity = 0
+        if kernel is not None and folder is not None:
+            self.drive = Drive(folder, kernel.threads, random.Random(rng.getrandbits(32)))
+            kernel.add(self.drive)
         self.faults: list[Fault] = []
         self.link_faults = LinkFaults()
         self._server = server
@@ -63,7 +102,13 @@ class Host:
         self.process = process
         clock = TrustedClock(self.clock)
         tiers: list[Tier] = []
-        if config.tiers.g3 is not None:
+        if config.tiers.g3 is not None and self.drive is not None:
+            slot_bytes = slot_class(namespace.block_bytes) * SLOT_ALIGN
+            self._capacity = (disk_blocks or BLOCKS_MAX) * slot_bytes
+            quota = config.retention.quota or 0.0
+            self.neighbour = Neighbour(self.drive.folder / "g3", self._capacity, clock)
+            tiers.append(_RealDisk(self.drive, self._capacity, namespace, clock, quota))
+        elif config.tiers.g3 is not None:
             self._memory = MemoryTier(namespace, clock, store=self.disk, capacity_blocks=disk_blocks)
             self._disk = _Disk(self._memory, seed=self._rng.getrandbits(32))
             self._disk.faults = self.faults
@@ -85,10 +130,39 @@ class Host:
             self._link.dead = True
         if self._memory is not None:
             self._memory.store = MemoryStore.empty()
+        if self._kernel is not None and self.drive is not None:
+            self._kernel.kill(self.process, self.drive)
 
-    def heal(self) -> None:
-        """Disk and bucket answer again."""
+    def disk_is_within_bounds(self) -> bool:
+        """Whether the files of G3, those of a process that was killed included, are no larger than its capacity."""
+        return self.drive is None or self.drive.slab_bytes() <= self._capacity
+
+    def lose_power(self) -> None:
+        """Its process was killed by that. The model of a disk loses nothing."""
+        if self.drive is not None:
+            self.drive.lose_power()
+
+    def break_disk(self, args: Mapping[str, Any]) -> None:
+        """The disk fails from now on, in one way."""
+        if self.drive is not None:
+            self.drive.break_(DeviceFault(args["on"], args["kind"], args["rate"]))
+        else:
+            self.faults[:] = [Fault(args["on"], args["kind"], args["rate"], seconds=0.1)]
+
+    def damage_disk(self, rng: random.Random, block_bytes: int) -> None:
+        """A bit flips in a block."""
+        if self.drive is not None:
+            self.drive.damage()
+        elif entries := sorted(self.disk.entries):
+            self.disk.damage(rng.choice(entries), rng.randrange(block_bytes))
+
+    def heal(self, *, wholly: bool = False) -> None:
+        """Disk and bucket answer again; `wholly`: bad pages of the disk, too."""
         self.faults.clear()
         if self._disk is not None:
             self._disk.heal()
+        if self.drive is not None and wholly:
+            self.drive.mend_pages()
+        if self.drive is not None:
+            self.drive.heal()
         self.link_faults.kind = ""

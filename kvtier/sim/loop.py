@@ -1,8 +1,8 @@
-"""An event loop over virtual time on which several processes live, whose turns a seed orders. Nothing waits, no thread
-runs.
+"""An event loop over virtual time on which several processes live, whose turns a seed orders. Nothing waits.
 
-Each process has a queue of its own, in asyncio's order; the seed draws whose turn is next, and how long work on a
-thread takes. So every history is one that real processes could have, and the same seed gives the same one.
+Each process has a queue of its own, in asyncio's order, and so has each of its threads, if it has some
+(`kvtier.sim.threads`); the seed draws whose turn is next, and how long work on a thread takes. So every history is one
+that real processes could have, and the same seed gives the same one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import random
 import sys
 import warnings
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -24,11 +24,18 @@ OUTSIDE = 0
 """The process of whoever runs the simulation."""
 
 _process: contextvars.ContextVar[int] = contextvars.ContextVar("kvtier-sim-process", default=OUTSIDE)
+_lane: contextvars.ContextVar[int] = contextvars.ContextVar("kvtier-sim-lane", default=0)
+"""The queue of a thread, below 0, for the handle that gives it its turn; 0: that of the process."""
 _THREAD_S = (0.0, 0.0, 0.0002, 0.001, 0.02)
 """How long work on a thread takes."""
 
 TURNS_MAX = 400_000
 """Of one simulation: beyond, something runs in circles."""
+
+
+def process_now() -> int:
+    """The process to which the running line belongs."""
+    return _process.get()
 
 
 class Stuck(AssertionError):
@@ -65,7 +72,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._rng = random.Random(seed)
         self._now = 1000.0
         self._numbers = 0
-        self._queues: dict[int, deque[asyncio.Handle]] = {}  # process → what is ready, if anything is
+        self._queues: dict[int, deque[asyncio.Handle]] = {}  # process or thread → what is ready, if anything is
         self._order = 0
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self.dead: set[int] = set()
@@ -73,6 +80,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.turns = 0
         self.errors: list[str] = []
         """What asyncio had to report: exceptions of tasks that nobody awaited."""
+        self.thread: Callable[[Callable[[], None]], None] = lambda work: work()
+        """Runs work on a thread. As given it runs to its end at once, and must not wait."""
         self.set_task_factory(_make_task)  # type: ignore[arg-type]
         self.set_exception_handler(self._report)
 
@@ -157,19 +166,41 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 if not future.done():
                     future.set_result(result)
 
-        self.call_at(self._now + self._rng.choice(_THREAD_S), work)
+        self.call_at(self._now + self._rng.choice(_THREAD_S), self.thread, work)
         return future
+
+    # -- threads ----------------------------------------------------------------------------------------------------
+
+    def turn_of(self, lane: int, work: Callable[[], None], when: float | None = None) -> asyncio.Handle:
+        """A turn of a thread of the present process, `lane` (below 0): soon, in an order that the seed draws, or at a
+        time."""
+        context = contextvars.copy_context()
+        context.run(_lane.set, lane)
+        if when is None:
+            return self._call_soon(work, (), context)
+        return self.call_at(when, work, context=context)
+
+    def run_one(self, lanes: Sequence[int]) -> bool:
+        """Give one of these threads its turn now, within a turn of their process. False where none is ready."""
+        ready = [lane for lane in lanes if lane in self._queues]
+        if not ready:
+            return False
+        for handle in self._queues.pop(ready[int(self._rng.random() * len(ready))]):
+            if not handle._cancelled:
+                handle._run()
+        return True
 
     def _queue(self, handle: asyncio.Handle) -> None:
         process = handle._context.get(_process, OUTSIDE)  # type: ignore[attr-defined]
         if process in self.dead:
             return
-        if (queue := self._queues.get(process)) is None:
-            queue = self._queues[process] = deque()
+        lane = handle._context.get(_lane, 0) or process  # type: ignore[attr-defined]
+        if (queue := self._queues.get(lane)) is None:
+            queue = self._queues[lane] = deque()
         queue.append(handle)
 
     def _run_once(self) -> None:
-        """One turn of one process: what is ready there, as one iteration of its own loop."""
+        """One turn of one process: what is ready there, as one iteration of its own loop. Or one of a thread."""
         timers = self._timers
         while not self._queues or (timers and timers[0][0] <= self._now):
             if not timers:

@@ -6,14 +6,18 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 from kvtier.sim.engines import errors_told
 from kvtier.sim.history import History
+from kvtier.sim.kernel import Kernel, installed
 from kvtier.sim.ledger import Wrong
 from kvtier.sim.loop import Stuck, VirtualLoop
 from kvtier.sim.world import World
@@ -40,9 +44,9 @@ def play(history: History) -> Played:
     """Play one history. The same history gives the same but for `cpu_s`. Not for use beside another event loop of
     this thread, nor by two threads at once."""
     began, failure, where = time.process_time(), "", ""
-    with _alone(), slices_of(history.slices) if history.slices else contextlib.nullcontext():
-        loop = VirtualLoop(history.seed)
-        world = World(history, loop)
+    with _alone(), slices_of(history.slices) if history.slices else contextlib.nullcontext(), _disks(history) as disks:
+        loop, kernel, folder = disks
+        world = World(history, loop, kernel, folder)
         try:
             asyncio.set_event_loop(loop)
             with errors_told(world.ledger):
@@ -66,6 +70,23 @@ def play(history: History) -> Played:
         history, failure, where, world.digest, tuple(world.log), world.ledger.served, loop.turns, loop.time() - 1000.0,
         time.process_time() - began,
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _disks(history: History) -> Iterator[tuple[VirtualLoop, Kernel | None, Path]]:
+    """The loop, and what the machines' disks are made of, where G3 is the real one."""
+    loop = VirtualLoop(history.seed)
+    if history.disk == "model":
+        yield loop, None, Path()
+        return
+    in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with (
+        tempfile.TemporaryDirectory(prefix="kvtier-sim-", dir=in_memory) as folder,
+        installed(loop, history.seed) as kernel,
+    ):
+        for number in range(len(history.skews)):
+            Path(folder, f"host{number}").mkdir()
+        yield loop, kernel, Path(folder)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """A history as it is played: machines and their processes, one bucket, one virtual time. Promises are checked
 all along.
 
-Real are the cache, the manager with its policies, and the G4 tier; the disk is `kvtier.testing.MemoryTier` over what
-survives a process; bucket, clocks, threads and callers are virtual.
+Real are the cache, the manager with its policies, and the G4 tier; bucket, clocks, threads and callers are virtual. The
+disk is `kvtier.testing.MemoryTier` over what survives a process, or the real G3 over a virtual drive.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import random
 from collections.abc import Callable, Coroutine, Sequence
 from functools import lru_cache, partial
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from kvtier.cache import AsyncCache
@@ -24,11 +25,11 @@ from kvtier.sim.client import GRACE_S, Client
 from kvtier.sim.engines import Engines
 from kvtier.sim.history import ENGINE_VERBS, History, Step
 from kvtier.sim.host import Host
+from kvtier.sim.kernel import Kernel
 from kvtier.sim.ledger import Ledger, Wrong, bytes_of
 from kvtier.sim.loop import OUTSIDE, VirtualLoop
 from kvtier.sim.prompts import CLASSES, NAMESPACE, SHORT, chain_of_step, fresh_chain
 from kvtier.testing.clock import SkewedClock
-from kvtier.testing.faults import Fault
 from kvtier.testing.virtual_bucket import VirtualServer
 from kvtier.times import Mono, Wall
 
@@ -61,16 +62,22 @@ class _Clock:
 class World:
     """`log`: what happened, a line each; `digest` of it and of the scheduler's turns tells two histories apart."""
 
-    def __init__(self, history: History, loop: VirtualLoop) -> None:
+    def __init__(
+        self, history: History, loop: VirtualLoop, kernel: Kernel | None = None, folder: Path = Path("/simulated")
+    ) -> None:
+        """`kernel`, where G3 is to be the real one, with files below `folder`."""
         self.history = history
         self._loop = loop
         self._rng = random.Random(f"world {history.seed}")
         clock = _Clock(loop)
         self.server = VirtualServer(clock=clock)
         self.hosts = [
-            Host(number, SkewedClock(clock, ahead_s), self.server, random.Random(self._rng.getrandbits(32)))
+            Host(
+                number, SkewedClock(clock, ahead_s), self.server, random.Random(self._rng.getrandbits(32)), kernel,
+                folder / f"host{number}",
+            )
             for number, ahead_s in enumerate(history.skews)
-        ]
+        ]  # fmt: skip
         self._config = _config(
             history.tiers, history.slots, history.stride, history.purge, history.policy, history.quota
         )
@@ -78,6 +85,7 @@ class World:
         self._leapt = 0.0
         self._processes = OUTSIDE
         self._running: list[asyncio.Task[None]] = []
+        self._beside_tasks: list[asyncio.Task[None]] = []
         self.ledger = Ledger(NAMESPACE.block_bytes, SHORT, loop.time, _spread_s(history) + GRACE_S)
         self.log: list[str] = []
         self._hash = hashlib.sha256()
@@ -202,21 +210,29 @@ class World:
         cache, host.cache = host.cache, None
         if self._engines is not None:
             await self._within(host, self._engines.shut(host), CLOSE_S, "the end of the engine")
+        if host.neighbour is not None:
+            await self._within(host, host.neighbour.close(), CLOSE_S, "closing the neighbour")
         flushed = await self._within(host, cache.close(), CLOSE_S + GRACE_S, "closing")
         self.tell(host, f"closed, {flushed.pending} pending")
         await self._ended([host])  # of callers, some hold leases
+        host.cut_off()
         self._loop.kill(host.process)
 
     async def _kill(self, host: Host, args: dict[str, Any]) -> None:
-        """`again`: the next process is killed, too, so long after it began to open its cache."""
+        """`again`: the next process is killed, too, so long after it began to open its cache. `power`: the machine
+        stops, and its disk loses what was not synced."""
         cache, host.cache = host.cache, None
         self._end(host, cache)
+        if args.get("power"):
+            host.lose_power()
         await asyncio.sleep(args["down"])
         if "again" in args:
             cache = self._boot(host)
             self._loop.spawn(host.process, cache.__aenter__())
             await asyncio.sleep(args["again"])
             self._end(host, cache)
+            if args.get("power"):
+                host.lose_power()
         await self._start(host)
 
     def _end(self, host: Host, cache: AsyncCache | None) -> None:
@@ -228,6 +244,11 @@ class World:
         self._running = [task for task in self._running if task.process != host.process]  # type: ignore[attr-defined]
         if cache is not None:
             cache.manager.host.arena.close()
+        self._bounded(host)
+
+    def _bounded(self, host: Host) -> None:
+        if not host.disk_is_within_bounds():
+            raise Wrong(f"the files of G3 on host {host.number} are larger than its capacity")
 
     async def _stop(self, host: Host, args: dict[str, Any]) -> None:
         """A clean end, with calls under way."""
@@ -241,7 +262,13 @@ class World:
         host.link_faults.kind, host.link_faults.rate = args["kind"], args["rate"]
 
     async def _disk(self, host: Host, args: dict[str, Any]) -> None:
-        host.faults[:] = [Fault(args["on"], args["kind"], args["rate"], seconds=0.1)]
+        host.break_disk(args)
+
+    async def _beside(self, host: Host, args: dict[str, Any]) -> None:
+        """Another model uses the store. Nobody waits for it: what is wrong is among the loop's errors."""
+        if host.neighbour is not None and host.cache is not None:
+            told = partial(self.tell, host)
+            self._beside_tasks.append(self._loop.spawn(host.process, host.neighbour.do(args, told)))
 
     async def _heal(self, host: Host, args: dict[str, Any]) -> None:
         host.heal()
@@ -261,8 +288,7 @@ class World:
             data = bytearray(there.data)
             data[self._rng.randrange(len(data))] ^= 1 << self._rng.randrange(8)
             there.data = bytes(data)
-        if entries := sorted(host.disk.entries):
-            host.disk.damage(self._rng.choice(entries), self._rng.randrange(NAMESPACE.block_bytes))
+        host.damage_disk(self._rng, NAMESPACE.block_bytes)
 
     async def _jump(self, host: Host, args: dict[str, Any]) -> None:
         host.clock.ahead_s = args["ahead"]
@@ -285,14 +311,19 @@ class World:
             chain = chain_of_step({**step.args, "blocks": 6})
             found = await self._within(host, client.read_all(chain, 2.0), 2.0 + GRACE_S, "get")
             self.tell(host, f"has {found} of {name}")
-        host.cache.check()
+        try:
+            host.cache.check()
+        except TierError:  # the disk is out of use, as long as it fails
+            if self.history.mode == "liveness" or self.history.disk == "model":
+                raise
+        self._bounded(host)
         host.cache.stats()
         if failed := host.cache.manager.hierarchy.supervisor.restarts:
             raise Wrong(f"background tasks failed on host {host.number}: {dict(failed)}")
 
     async def _heal_all(self) -> None:
         for host, ahead_s in zip(self.hosts, self.history.skews, strict=True):
-            host.heal()
+            host.heal(wholly=True)
             host.clock.ahead_s = ahead_s
             await self._land(host, {})
 
@@ -359,7 +390,7 @@ class World:
             return
         await self._within(host, host.cache.evict("g2"), CLOSE_S, "evict")
         await self._hits(host, chain, "after they left G2")
-        await self._kill(host, {"down": 0.0})
+        await self._kill(host, {"down": 0.0, "power": True})
         await self._settled(host)
         await self._hits(host, chain, "after a kill")
         if "g4" in self.history.tiers:

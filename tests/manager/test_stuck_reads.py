@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Sequence
 
@@ -169,6 +170,34 @@ async def test_a_cache_closes_beside_a_read_that_is_stuck() -> None:
         async with cache.get(chain, 20) as hit:
             assert set(hit.tiers) == {"g4"}
         cache.check()
+
+
+class Deaf(Stuck):
+    """As a device: a read goes on whatever is cancelled."""
+
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
+        reading = asyncio.ensure_future(super().read(chain, targets, deadline))
+        while not reading.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({reading})
+        return reading.result()
+
+
+async def test_a_cache_closes_in_time_beside_a_read_that_heeds_no_cancellation() -> None:
+    """The read keeps its memory, and may write there after the cache was closed."""
+    clock, chain = SystemClock(), chain_of(NS, 4)
+    tier = Deaf(clock)
+    config = kvtier.Config.parse({"tiers": {"g2": {"capacity": 64 * BLOCK}}, "deadlines": {"close": "500ms"}})
+    cache = kvtier.aopen(config, NS, clock=clock, tiers=[tier])
+    await cache.__aenter__()
+    await leave_stuck(cache, tier, chain)
+    (load,) = cache.manager.promoter.given_up.running()
+    closing = asyncio.ensure_future(cache.close())
+    await asyncio.wait({closing}, timeout=2.5)
+    in_time = closing.done() and not load.done()
+    tier.gate.set()
+    await asyncio.wait({load, closing}, timeout=5)
+    assert in_time and load.done() and not cache.manager.promoter.given_up.running()
 
 
 @pytest.mark.usefixtures("soon_stuck")

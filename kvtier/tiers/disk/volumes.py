@@ -33,7 +33,9 @@ class _Volume:
 class Volumes:
     """By part, its index. Thread-safe; only `try_again` waits for the device."""
 
-    def __init__(self, parts: Sequence[Path], calls: Calls, mono_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, parts: Sequence[Path], calls: Calls, mono_s: Callable[[], float] = lambda: time.monotonic()
+    ) -> None:
         self._parts = parts
         self._calls = calls
         self._mono_s = mono_s

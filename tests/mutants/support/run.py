@@ -36,6 +36,8 @@ FOLDERS = {"connectors": "connectors", "kernels": "kernels", "configs": "presets
 SIMULATED = (
     "tests/sim/test_sim.py::test_no_promise_is_broken_in_any_history",
     "tests/sim/test_sim.py::test_every_fleet_works_again_once_all_is_well",
+    "tests/sim/test_disk.py::test_no_promise_is_broken_with_real_disks",
+    "tests/sim/test_disk.py::test_every_fleet_with_real_disks_works_again_once_all_is_well",
 )
 PRELOADED = (
     "hypothesis.stateful",
