@@ -23,17 +23,15 @@ AWAY = {"load": False, "store": False}
 SHAPES = {
     "stages": {"pipeline_parallel_size": 2},
     "ranks": {"pipeline_parallel_size": 1, "tensor_parallel_size": 2},
-    "ahead": {"pipeline_parallel_size": 1, "tensor_parallel_size": 2, "async_scheduling": True},
     "both": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
 }
-"""By name; `ahead`: ranks, for which the engine plans a step while the one before runs."""
 
 
 def options(make_other: Callable[[str], Path], shape: str, kind: str) -> dict[str, Any]:
     """How to start an engine of this kind of model on so many ranks. States of `state_of_two` have as many heads as a
     stage has ranks, and `one_head` has fewer of keys and values: both ranks hold a copy."""
     engine = {"num_gpu_blocks_override": 256, **SHAPES[shape], **ENGINE.get(kind.removesuffix("_of_two"), {})}
-    return {"model": str(make_other(kind)), "engine": engine, "mended": kind == "mamba2", "insist": shape == "ahead"}
+    return {"model": str(make_other(kind)), "engine": engine, "mended": kind == "mamba2"}
 
 
 @pytest.fixture
@@ -48,65 +46,6 @@ def own_of(engine: Engine, asked: list[list[int]]) -> tuple[list[list[int]], lis
     assert [out["cached"] for out in own] == [(len(one) - 1) // 32 * 32 for one in asked]
     assert engine.reset()
     return tokens(cold), tokens(own)
-
-
-@pytest.mark.parametrize(
-    ("shape", "kind"),
-    [
-        *(("stages", kind) for kind in ("sliding", "gptoss", "filled_up", "state", "mamba2")),
-        *(("ranks", kind) for kind in ("sliding", "gptoss", "filled_up", "one_head", "state_of_two", "mamba2")),
-        *((shape, kind) for shape in ("ahead", "both") for kind in ("sliding", "state_of_two")),
-    ],
-)
-def test_windows_and_states_come_back_on_all_ranks(
-    several: Start, make_other: Callable[[str], Path], tmp_path: Path, shape: str, kind: str
-) -> None:
-    """Tokens are those of the engine's own hit at the same boundary; where a load fails on one rank, of none. Every
-    byte that comes back is the one that this rank stored, over a restart, too."""
-    given, stages = options(make_other, shape, kind), SHAPES[shape]["pipeline_parallel_size"]
-    ranks = stages * SHAPES[shape].get("tensor_parallel_size", 1)
-    asked = [prompt(seed, length) for seed, length in ((1, 500), (2, 330), (3, 1300))]
-    first = several(config=tiers(tmp_path), **given)
-    named = first.namespace()
-    assert (named["group"].count("|") + 1, named["ranks_served"]) == (stages, ranks)
-    cold, own = own_of(first, asked)
-    for one in asked:
-        first.generate(prompts=[one], control={"load": False})
-    assert first.check() == IDLE
-    assert first.reset()
-    warm = [first.generate(prompts=[one])[0] for one in asked]
-    assert [out["read"].get("g2") for out in warm] == [480, 320, 1280]
-    assert tokens(warm) == own
-    assert first.reset()
-    assert tokens(first.generate(prompts=asked)) == own
-    found = first.compared()
-    assert min(found["compared"]) >= 65 and found["wrong"] == [0] * ranks
-    first.flush()
-    assert first.check() == IDLE
-    assert first.stop() == 0
-    second = several(config=tiers(tmp_path), **given)
-    second.know(stored=found["known"])
-    again = [second.generate(prompts=[one])[0] for one in asked]
-    assert [out["read"].get("g3") for out in again] == [480, 320, 1280] and tokens(again) == own
-    found = second.compared()
-    assert min(found["compared"]) >= 65 and found["wrong"] == [0] * ranks
-    for rank in range(ranks):
-        assert second.reset()
-        second.break_stage(rank=rank, how="fail", positions=[3])
-        assert tokens([second.generate(prompts=[one])[0] for one in asked]) == cold
-        second.mend()
-        second.settle()
-        assert second.check() == IDLE
-    second.compared()
-    for rank in range(ranks):
-        assert second.reset()
-        second.break_stage(rank=rank, how="zeros")
-        wrong = second.generate(prompts=asked, control={"store": False})
-        second.mend()
-        assert all(out["tokens"] != right for out, right in zip(wrong, own, strict=True)), "the control"
-        counts = second.compared()
-        assert [count > 0 for count in counts["wrong"]] == [one == rank for one in range(ranks)]
-    second.kill()
 
 
 @pytest.fixture(scope="module", params=["sliding", "state_of_two"])
@@ -213,6 +152,65 @@ def test_a_boundary_is_visible_once_both_ranks_have_written_it(two: Engine, stor
         two.mend()
         two.settle()
         assert two.resident(prompt=asked[rank])[0] == 9 and two.boundaries(prompt=asked[rank]) == [9]
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        *(("stages", kind) for kind in ("sliding", "gptoss", "filled_up", "state", "mamba2")),
+        *(("ranks", kind) for kind in ("sliding", "gptoss", "filled_up", "one_head", "state_of_two", "mamba2")),
+        *(("both", kind) for kind in ("sliding", "state_of_two")),
+    ],
+)
+def test_windows_and_states_come_back_on_all_ranks(
+    several: Start, make_other: Callable[[str], Path], tmp_path: Path, shape: str, kind: str
+) -> None:
+    """Tokens are those of the engine's own hit at the same boundary; where a load fails on one rank, of none. Every
+    byte that comes back is the one that this rank stored, over a restart, too."""
+    given, stages = options(make_other, shape, kind), SHAPES[shape]["pipeline_parallel_size"]
+    ranks = stages * SHAPES[shape].get("tensor_parallel_size", 1)
+    asked = [prompt(seed, length) for seed, length in ((1, 500), (2, 330), (3, 1300))]
+    first = several(config=tiers(tmp_path), **given)
+    named = first.namespace()
+    assert (named["group"].count("|") + 1, named["ranks_served"]) == (stages, ranks)
+    cold, own = own_of(first, asked)
+    for one in asked:
+        first.generate(prompts=[one], control={"load": False})
+    assert first.check() == IDLE
+    assert first.reset()
+    warm = [first.generate(prompts=[one])[0] for one in asked]
+    assert [out["read"].get("g2") for out in warm] == [480, 320, 1280]
+    assert tokens(warm) == own
+    assert first.reset()
+    assert tokens(first.generate(prompts=asked)) == own
+    found = first.compared()
+    assert min(found["compared"]) >= 65 and found["wrong"] == [0] * ranks
+    first.flush()
+    assert first.check() == IDLE
+    assert first.stop() == 0
+    second = several(config=tiers(tmp_path), **given)
+    second.know(stored=found["known"])
+    again = [second.generate(prompts=[one])[0] for one in asked]
+    assert [out["read"].get("g3") for out in again] == [480, 320, 1280] and tokens(again) == own
+    found = second.compared()
+    assert min(found["compared"]) >= 65 and found["wrong"] == [0] * ranks
+    for rank in range(ranks):
+        assert second.reset()
+        second.break_stage(rank=rank, how="fail", positions=[3])
+        assert tokens([second.generate(prompts=[one])[0] for one in asked]) == cold
+        second.mend()
+        second.settle()
+        assert second.check() == IDLE
+    second.compared()
+    for rank in range(ranks):
+        assert second.reset()
+        second.break_stage(rank=rank, how="zeros")
+        wrong = second.generate(prompts=asked, control={"store": False})
+        second.mend()
+        assert all(out["tokens"] != right for out, right in zip(wrong, own, strict=True)), "the control"
+        counts = second.compared()
+        assert [count > 0 for count in counts["wrong"]] == [one == rank for one in range(ranks)]
+    second.kill()
 
 
 @pytest.mark.parametrize("shape", ["stages", "ranks"])
