@@ -127,8 +127,9 @@ class BoundaryBlocks:
         if end // self._size == begin // self._size:
             return
         prompt, last = track.request.num_prompt_tokens, end // self._size * self._size
-        known.ended = (*known.ended, *self._left_by(known, begin, end))[-_ENDED:]
-        wanted = {(prompt - 1) // self._size * self._size, *known.wanted}
+        if not self._groups.drafts or end <= prompt:  # drafts leave a state each, and one of them goes on
+            known.ended = (*known.ended, *self._left_by(known, begin, end))[-_ENDED:]
+        wanted = {*self._ends(prompt), *known.wanted}
         far = _FAR * self._size * sum(self._groups.counts(last))
         if last - max([known.begin, *known.taken[-1:]]) >= far:
             wanted.add(last)
@@ -141,6 +142,14 @@ class BoundaryBlocks:
         for tokens in reversed(crossed if not self._short() else ()):
             if tokens not in known.tails and self._whole(known, tokens):
                 self._hold_tail(known, tokens)
+
+    def _ends(self, prompt: int) -> Iterator[int]:
+        """The last boundary before a prompt's last token. Of states, of which answers with drafts leave none: also that
+        behind this token, and that at which the engine ends a step where its own hits leave out a block."""
+        yield (prompt - 1) // self._size * self._size
+        if self._groups.states and self._groups.drafts:
+            yield prompt // self._size * self._size
+            yield (prompt // self._size - self._groups.drops) * self._size
 
     def _left_by(self, known: Tables, begin: int, end: int) -> Iterator[int]:
         """Boundaries at which a step leaves its states. In its middle it does at the last one, where vLLM has a block
@@ -312,8 +321,13 @@ class BoundaryBlocks:
             elif track.life == boundary.life and track.trusted >= boundary.tokens <= len(track.chain) * self._size:
                 boundary.chain = self._names(track, boundary.tokens)
                 self.ready.append(boundary)
-            elif track.life != boundary.life or (
-                boundary.step <= step and not (track.drafts and self.running(boundary))  # else later drafts reach it
+            elif (
+                track.life != boundary.life
+                or not self._storable(track, boundary.tokens)
+                or (
+                    boundary.step <= step
+                    and not (track.drafts and self.running(boundary))  # else later drafts reach it
+                )
             ):
                 self.given_up += len(boundary.blocks)
                 self.give_back(boundary)

@@ -77,6 +77,13 @@ def drafts_max(vllm_config: Any) -> int:
     return int(getattr(vllm_config.speculative_config, "num_speculative_tokens", None) or 0)
 
 
+def drops_blocks(vllm_config: Any) -> bool:
+    """Whether the engine's own hits end a block before what its pool has: the drafter's KV of a token is made of the
+    next one, too, which the names of blocks do not tell."""
+    drops = getattr(getattr(vllm_config, "speculative_config", None), "use_eagle_block_drop", None)
+    return bool(drops is not None and drops())
+
+
 def preempted(output: Any) -> set[str]:
     """Requests whose blocks were taken away in this step."""
     return getattr(output, "preempted_req_ids", None) or set()

@@ -59,6 +59,7 @@ class Track:
     storable: bool = True  # whether its blocks may be stored, and how many of them
     storable_blocks: int = 1 << 62
     drafts: bool = False  # whether its steps are planned with draft tokens
+    prompt_tokens: int = 0  # of a session, with the turns before
     life: int = 0  # changes when the engine takes all blocks away
     lost: bool = False  # the table is not known until the engine gives all of it again
     void_until: int = -1  # steps up to this one do not count
@@ -187,8 +188,10 @@ class Confirmer:
         return others
 
     def spoil(self, track: Track) -> None:
-        """Nothing that is computed of the request from now on is right."""
+        """Nothing that is computed of the request from now on is right, nor what was not confirmed until now."""
         track.void_until = _EVER
+        track.trusted = min(track.trusted, track.confirmed * self.block_tokens)
+        track.storable_blocks = min(track.storable_blocks, track.confirmed)
 
     def passing(
         self, names: Sequence[str], blocks: Sequence[Any], begins: Sequence[int], counts: Iterable[int]
@@ -268,8 +271,9 @@ class Confirmer:
             number, spans = self._steps.popleft()
             for span in spans:
                 track = span.track
-                if span.life == track.life and number > track.void_until:
-                    self._grow(span, known(track), fresh)
+                tokens = known(track) if span.life == track.life else 0
+                if span.life == track.life and number > track.void_until:  # `known` may find out that it is void
+                    self._grow(span, tokens, fresh)
         return fresh
 
     def _grow(self, span: Span, known: int, fresh: list[Confirmed]) -> None:

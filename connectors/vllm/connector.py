@@ -99,7 +99,8 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
                 log.warning("kvtier is off: %s", self._off)
             return
         self._cache_layout: CacheLayout = cache_layout_of(vllm_config, kv_cache_config)
-        self._groups = groups_of(kv_cache_config, compat.stages_of(vllm_config), compat.drafts_max(vllm_config))
+        stages, drafts = compat.stages_of(vllm_config), compat.drafts_max(vllm_config)
+        self._groups = groups_of(kv_cache_config, stages, drafts, compat.drops_blocks(vllm_config))
         if role == KVConnectorRole.WORKER:
             unwatched = weights.install()
             self._worker = WorkerHalf(self._cache_layout, weights.watched(), unwatched)
@@ -143,6 +144,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             gives_up=recomputes_failed_loads(self._vllm_config.kv_transfer_config),
             in_step_bytes=own.get("in_step_bytes", 16 << 20) if in_step else 0,
             shares_cores=not on_gpu,
+            dropped_blocks=int(compat.drops_blocks(self._vllm_config)),
             pause_s=_PAUSE_S if compat.steps_alone(self._vllm_config) else 0.0,
         )
 

@@ -7,7 +7,8 @@ other set of groups; the engine does not start.
 
 A state's block is one value: what its layers have made of all tokens up to the one where a step ended. vLLM's mode
 "align" ends a step of prefill with a block, so such a block holds the state of a boundary. Some kernels (Mamba 2) leave
-the state of the prompt's last whole block in the middle of a step besides: a *checkpoint*.
+the state of the prompt's last whole block in the middle of a step besides: a *checkpoint*. A step that verifies drafts
+leaves a state after each of them, in blocks that the engine moves about: only those that prefill leaves are stored.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from kvtier.identity.groups import Group, Kind
 
 FULL = ("FullAttentionSpec", "MLAAttentionSpec")
 _WINDOW = "SlidingWindowSpec"
+_DRAFTERS = (*NO_DRAFTER, "draft_model", "eagle", "eagle3", "mtp")
+"""Methods of speculation that are served beside windows. Layers of a drafter lie in groups as all others do."""
 _STATE = "MambaSpec"
 
 
@@ -48,6 +51,7 @@ class Groups:
     beside: tuple[Beside, ...] = ()
     checkpoints: bool = False  # whether a step may leave states at a boundary in its middle, too
     drafts: int = 0  # tokens of a step at most that may be refused
+    drops: bool = False  # whether the engine's own hits leave out the last block that its pool has
 
     @property
     def states(self) -> bool:
@@ -72,9 +76,9 @@ class Groups:
         return [len(depths) for depths in self.needed(boundary)]
 
 
-def groups_of(kv_cache_config: Any, stages: int = 1, drafts: int = 0) -> Groups:
-    """Of an engine with so many pipeline stages, and so many draft tokens of a request and step at most. Raises
-    IdentityError for groups that are not served."""
+def groups_of(kv_cache_config: Any, stages: int = 1, drafts: int = 0, drops: bool = False) -> Groups:
+    """Of an engine with so many pipeline stages, and so many draft tokens of a request and step at most; `drops`: see
+    `Groups`. Raises IdentityError for groups that are not served."""
     groups: Sequence[Any] = kv_cache_config.kv_cache_groups
     if len(groups) == 1:
         return Groups(int(groups[0].kv_cache_spec.block_size), drafts=drafts)
@@ -90,7 +94,7 @@ def groups_of(kv_cache_config: Any, stages: int = 1, drafts: int = 0) -> Groups:
         )
     for group, kind in zip(groups, kinds, strict=True):
         if kind == _STATE:
-            _refuse_states(group.kv_cache_spec, said)
+            _refuse_states(group.kv_cache_spec, said, drafts)
     sizes = {int(group.kv_cache_spec.block_size) for group in groups}
     if len(sizes) != 1 or getattr(kv_cache_config, "hash_block_size", None) not in (None, *sizes):
         raise IdentityError(f"{said} in blocks of {sorted(sizes)} tokens; equal blocks are needed, so {advice}")
@@ -116,7 +120,7 @@ def groups_of(kv_cache_config: Any, stages: int = 1, drafts: int = 0) -> Groups:
     ordered = sorted(beside, key=lambda one: (one.group.kind is Kind.STATE, () if stages > 1 else one.layers))
     specs = [group.kv_cache_spec for group, kind in zip(groups, kinds, strict=True) if kind == _STATE]
     checkpoints = any(getattr(spec, "num_prefill_checkpoint_blocks", 0) for spec in specs)
-    return Groups(next(iter(sizes)), full[0], tuple(ordered), checkpoints, drafts)
+    return Groups(next(iter(sizes)), full[0], tuple(ordered), checkpoints, drafts, drops)
 
 
 def _beside(number: int, spec: Any, layers: tuple[str, ...]) -> Beside:
@@ -130,7 +134,7 @@ def _beside(number: int, spec: Any, layers: tuple[str, ...]) -> Beside:
     return Beside(number, Group(Kind.STATE, size), layers, f"{kind}:{shapes}:{int(spec.page_size_bytes)}")
 
 
-def _refuse_states(spec: Any, said: str) -> None:
+def _refuse_states(spec: Any, said: str, drafts: int) -> None:
     """Raises IdentityError where a block does not hold the state of its last token, or not surely."""
     mode = getattr(spec, "mamba_cache_mode", "none")
     if mode != "align":
@@ -138,10 +142,15 @@ def _refuse_states(spec: Any, said: str) -> None:
             f'{said}, and keeps states in mode "{mode}"; start it with --enable-prefix-caching --mamba-cache-mode '
             "align, or without the connector"
         )
-    if getattr(spec, "num_speculative_blocks", 0):
+    if getattr(spec, "num_speculative_blocks", 0) and getattr(spec, "num_prefill_checkpoint_blocks", 0):
         raise IdentityError(
-            f"{said}, and states of tokens that may be refused; start it without speculative decoding, or without the "
-            "connector"
+            f"{said}, and its kernels leave states in the middle of a step, which was not proved with speculative "
+            "decoding; start it without that, or without the connector"
+        )
+    if drafts >= int(spec.block_size):
+        raise IdentityError(
+            f"{said}, and {drafts} drafts of a step go beyond a block of {spec.block_size}; fewer are needed, so start "
+            "this engine without the connector"
         )
     alignment = getattr(spec, "prefill_checkpoint_alignment", None) or 1
     if getattr(spec, "num_prefill_checkpoint_blocks", 0) and int(spec.block_size) % alignment:
@@ -166,8 +175,13 @@ def refuse_unproven(vllm_config: Any, groups: Groups) -> None:
     if not groups.beside:
         return
     reasons = {
-        f"speculative decoding ({drafter})": drafter is not None and (groups.states or drafter not in NO_DRAFTER),
+        f"speculative decoding ({drafter})": drafter is not None and drafter not in _DRAFTERS,
         "speculative decoding over pipeline stages": drafter is not None and stages_of(vllm_config) > 1,
+        f"speculative decoding ({drafter}) on several ranks": (
+            drafter is not None
+            and (groups.states or drafter not in NO_DRAFTER)
+            and vllm_config.parallel_config.tensor_parallel_size > 1
+        ),
         "ReplaySSM, which keeps a part of a state outside its block": getattr(
             vllm_config.cache_config, "use_replayssm", False
         ),

@@ -99,11 +99,11 @@ class HybridHalf(SchedulerHalf):
         promoted.future = cache.submit(found, compat.trace_of(state.track.request))
 
     def _resident(self, chain: Sequence[BlockKey]) -> int:
-        """The boundary that the engine's pool can serve by itself."""
+        """The boundary that the engine serves from its own pool."""
         pool = self._pool
         if pool is None:
             return 0
-        full = pool.resident(chain) * self._block_tokens
+        full = super()._resident(chain) * self._block_tokens
         lacking = [lacking_blocks(one.group, partial(_has, pool, chain, one.number)) for one in self._groups.beside]
         return longest_boundary(full, self._block_tokens, lacking) // self._block_tokens
 
@@ -185,13 +185,13 @@ class HybridHalf(SchedulerHalf):
         if self._groups.states:
             self._spoil_states(output)
         super()._follow(output)
-        if self._held is None:
-            return
-        try:
+        if self._held is not None:
             self._follow_tables(output, self._held)
-        except BaseException:
+
+    def _lose(self) -> None:
+        super()._lose()
+        if self._held is not None:
             self._held.lose()
-            raise
 
     def _spoil_states(self, output: Any) -> None:
         """Where a session's turn ends while a step goes on beyond, the engine takes back that step's token, but not

@@ -36,7 +36,7 @@ from kvtier.connectors.vllm.messages import StepMeta, WorkerMeta
 from kvtier.connectors.vllm.requests import RequestReader, RequestState, promote
 from kvtier.connectors.vllm.stores import ConnectorLimits, Stores
 from kvtier.connectors.vllm.weighing import Ran, Weighing, ran_of
-from kvtier.identity.keys import Scope
+from kvtier.identity.keys import BlockKey, Scope
 from kvtier.identity.namespace import Namespace
 from kvtier.manager.lease import Lease
 from kvtier.manager.manager import Manager
@@ -137,6 +137,7 @@ class SchedulerHalf:
             return found
         control, scope = self._reader.read(request)
         track = Track(name, request, Chain((), control.chain_terms(self._block_tokens)))
+        track.prompt_tokens = request.num_prompt_tokens
         track.storable = control.store and scope is not None
         if not self._limits.decode:
             track.storable_blocks = request.num_prompt_tokens // self._block_tokens
@@ -175,11 +176,15 @@ class SchedulerHalf:
         if not manager.lower or not usable:
             return
         chain = state.track.chain[:usable]
-        start = self._pool.resident(chain) if self._pool is not None else 0
+        start = self._resident(chain)
         if manager.prefix(chain[start:]) == usable - start or not self._weighing.asks(state, usable - start):
             return
         found = promote(manager, chain, self._clock.monotonic() + self._limits.prefetch_s, start)
         state.promoted = Promoted(cache.submit(found, compat.trace_of(state.track.request)), start)
+
+    def _resident(self, chain: Sequence[BlockKey]) -> int:
+        """Leading blocks of a chain that the engine finds in its own pool."""
+        return max(0, self._pool.resident(chain) - self._limits.dropped_blocks) if self._pool is not None else 0
 
     def match(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens after the first `computed` that can be loaded, and whether asynchronously; None: ask again."""
@@ -250,7 +255,11 @@ class SchedulerHalf:
         whole. So an error costs this step's part of what it hit: the rest is `undelivered`, or goes with a later step.
         """
         self._step += 1
-        self._follow(output)
+        try:
+            self._follow(output)
+        except BaseException:
+            self._lose()
+            raise
         self._confirmer.plan(self._step)
         if (cache := self._caches.cache) is not None:
             self._purges.take_to(self._forget, cache.manager)
@@ -289,23 +298,32 @@ class SchedulerHalf:
     def _follow(self, output: Any) -> None:
         """Follow block tables and computed tokens of the step's requests."""
         confirmer = self._confirmer
-        try:
-            for name in compat.preempted(output):
-                if (track := confirmer.get(name)) is not None:
-                    confirmer.displace(track)
-            for name in compat.drafted(output):
-                if (track := confirmer.get(name)) is not None:
-                    track.drafts = True
-            tokens, resumed = compat.tokens_of(output), compat.resumed(output)
-            for track, blocks, begin, end in confirmer.passing(*compat.going_on(output), compat.counts(output)):
-                table, whole = compat.appended(blocks, self._group), bool(resumed) and track.name in resumed
-                self._cover(track, table, whole, begin, end)
-            for name, table, begin in compat.starting(output, self._group):
-                if (track := confirmer.get(name)) is not None:
-                    self._cover(track, table, True, begin, begin + tokens.get(name, 0))
-        except BaseException:
-            confirmer.lose()
-            raise
+        for name in compat.preempted(output):
+            if (track := confirmer.get(name)) is not None:
+                confirmer.displace(track)
+        for name in compat.drafted(output):
+            if (track := confirmer.get(name)) is not None:
+                track.drafts = True
+        tokens, resumed = compat.tokens_of(output), compat.resumed(output)
+        for track, blocks, begin, end in confirmer.passing(*compat.going_on(output), compat.counts(output)):
+            table, whole = compat.appended(blocks, self._group), bool(resumed) and track.name in resumed
+            self._cover(track, table, whole, begin, end)
+        for name, table, begin in compat.starting(output, self._group):
+            if (track := confirmer.get(name)) is not None:
+                self._follow_turns(track)
+                self._cover(track, table, True, begin, begin + tokens.get(name, 0))
+
+    def _lose(self) -> None:
+        """The step was not followed to its end."""
+        self._confirmer.lose()
+
+    def _follow_turns(self, track: Track) -> None:
+        """A session has had its next turn. Where the last one ended within drafts that were right, vLLM counts those
+        behind its end as computed, and takes their KV for that of the next turn's first tokens."""
+        prompt, _, _ = compat.lengths_of(track.request)
+        if prompt != track.prompt_tokens and track.drafts:
+            self._confirmer.spoil(track)
+        track.prompt_tokens = prompt
 
     def _cover(self, track: Track, table: Sequence[int], whole: bool, begin: int, end: int) -> None:
         """The step computes tokens begin … end-1; `table` was appended to the request's, or is all of it."""
@@ -366,6 +384,7 @@ class SchedulerHalf:
         state = self._requests.get(track.name)
         if state is not None and state.track is track:
             self._grow(state)
+            self._follow_turns(track)
             state.runs(self._clock)
         return compat.computed(track.request)
 

@@ -60,6 +60,7 @@ class ConnectorLimits:
     gives_up: bool = True  # a load that takes too long may fail without its request
     in_step_bytes: int = 0  # of loads that one step makes within itself, before it computes the rest; 0: none
     shares_cores: bool = False  # copies are made by the cores that compute
+    dropped_blocks: int = 0  # of what its pool has, the engine's own hits leave out so many at the end
     pause_s: float = 0.0  # a step that computes nothing waits so long for a promotion that a request waits for
 
 

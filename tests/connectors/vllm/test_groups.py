@@ -113,7 +113,10 @@ def test_other_windows_have_another_name(changed: Any) -> None:
         (config((state(), "ab"), (state(), "cd")), "one group of full attention"),
         (config((full(), "ab"), (state(mamba_cache_mode="none"), "cd")), r'in mode "none".*--enable-prefix-caching'),
         (config((full(), "ab"), (state(mamba_cache_mode="all"), "cd")), r'in mode "all".*--mamba-cache-mode align'),
-        (config((full(), "ab"), (state(num_speculative_blocks=1), "cd")), "without speculative decoding"),
+        (
+            config((full(), "ab"), (state(num_speculative_blocks=1, num_prefill_checkpoint_blocks=1), "cd")),
+            "not proved with speculative decoding",
+        ),
         (config((full(), "ab"), (state(**LEAVES, prefill_checkpoint_alignment=12), "cd")), "at multiples of 12 tokens"),
         (config((full(), "ab"), (state(page_size_padded=None), "cd")), "equal pages"),
         (config((full(page_size_padded=8192), "ab"), (state(page_size_padded=8192), "cd")), "attention are padded"),
@@ -170,20 +173,27 @@ def refused(beside: Any, *, several: bool = True, method: str = "", **parallel: 
     return ""
 
 
+@pytest.mark.parametrize("method", ["dflash", "dspark", "medusa"])
+def test_drafters_of_other_kinds_beside_windows_are_refused_with_the_reason(method: str) -> None:
+    """With full attention alone they are not."""
+    assert f"2 groups of KV cache with speculative decoding ({method})" in refused(window(), method=method)
+    assert not refused(window(), several=False, method=method)
+
+
+def test_states_are_refused_where_drafts_go_beyond_a_block() -> None:
+    several = config((full(), "ab"), (state(num_speculative_blocks=15), "cd"))
+    assert groups_of(several, drafts=15).drafts == 15
+    with pytest.raises(IdentityError, match="16 drafts of a step go beyond a block of 16"):
+        groups_of(several, drafts=16)
+
+
 @BESIDE
-@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp"])
-def test_drafters_beside_several_groups_are_refused_with_the_reason(beside: Any, method: str) -> None:
-    """With full attention alone they are not, and without a drafter these groups are not."""
-    assert f"2 groups of KV cache with speculative decoding ({method})" in refused(beside, method=method)
-    assert not refused(beside) and not refused(beside, several=False, method=method)
-
-
-@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix"])
-def test_drafts_without_kv_are_served_beside_windows_and_refused_beside_states(method: str) -> None:
-    """A state is made of refused tokens, too."""
-    assert not refused(window(), method=method)
-    assert "over pipeline stages" in refused(window(), method=method, pipeline_parallel_size=2)
-    assert f"2 groups of KV cache with speculative decoding ({method})" in refused(state(), method=method)
+@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "mtp"])
+def test_drafts_are_served_beside_windows_and_states(beside: Any, method: str) -> None:
+    assert not refused(beside, method=method) and not refused(beside, several=False, method=method)
+    assert "over pipeline stages" in refused(beside, method=method, pipeline_parallel_size=2)
+    without_kv = method in ("ngram", "ngram_gpu", "suffix") and beside.__class__.__name__ == "SlidingWindowSpec"
+    assert ("on several ranks" in refused(beside, method=method, tensor_parallel_size=2)) is not without_kv
 
 
 @BESIDE

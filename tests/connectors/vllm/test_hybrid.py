@@ -132,6 +132,42 @@ def test_an_answer_with_drafts_comes_back(
     assert engine.stop() == 0
 
 
+def test_a_drafters_kv_comes_back_beside_windows(
+    start: Start, make_other: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Its layer lies with those of full attention. All drafts are right that know the prompt. The control: those that
+    do not."""
+    drafter = str(make_other("drafter_fwwwf"))
+    speculation = {"method": "draft_model", "model": drafter, "num_speculative_tokens": 3}
+    model = str(make_other("drafted_fwwwf"))
+    engine = start(model=model, config=tiers(tmp_path), engine={"speculative_config": speculation})
+    engine.watch_bytes()
+    kept = ("vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_draft_tokens")
+
+    def share(asked: list[int], read: dict[str, int]) -> tuple[float, list[int]]:
+        """Of drafts that are accepted; and the tokens."""
+        before = engine.sources()
+        out = engine.generate(prompts=[asked], tokens=60)[0]
+        accepted, drafted = (engine.sources()[kind] - before.get(kind, 0) for kind in kept)
+        assert out["read"] == read and engine.reset()
+        return accepted / drafted, out["tokens"]
+
+    asked = prompt(1, 400)
+    cold, right = share(asked, {})
+    assert cold > 0.9 and share(asked, {"g2": 384}) == (cold, right)
+    longer = [*asked, *right, *prompt(2, 20)]
+    assert share(longer, {"g2": blocks(len(asked) + len(right) - 1)})[0] > 0.9, "behind an answer with drafts"
+    watched = engine.bytes_watched()
+    assert watched["compared"] > 0 and watched["wrong"] == 0
+    engine.break_loads(how="zeros", layers="draft")
+    wrong, tokens_then = share(asked, {"g2": 384})
+    assert wrong < cold / 2 and tokens_then == right, "what a drafter does not know costs drafts, and no token"
+    print(f"drafts accepted: {cold:.2f}, and without the drafter's part {wrong:.2f}")
+    engine.mend()
+    assert engine.check() == IDLE and engine.held() == 0
+    assert engine.stop() == 0
+
+
 @pytest.mark.parametrize("position", [0, -1])
 def test_wrong_bytes_of_either_group_would_be_noticed(hybrid: Any, position: int) -> None:
     """The control: zeros in one block, the first of the full group or the last of another one, change the tokens."""

@@ -230,8 +230,8 @@ class Storm:
 
     raising = RAISING
 
-    def __init__(self, make: Make, seed: int, drafts: tuple[int, float] = (0, 0.0)) -> None:
-        self.drafts = drafts
+    def __init__(self, make: Make, seed: int, drafts: tuple[int, float] = (0, 0.0), drafter: str = "") -> None:
+        self.drafts, self.drafter = drafts, drafter
         self.chance = random.Random(seed)
         self.engine = self.begin(make)
         self.stems = [[self.chance.randrange(3, 1000) for _ in range(88)] for _ in range(3)]
@@ -255,8 +255,10 @@ class Storm:
             full_at=chance.randrange(1 + len(windows)),
             max_model_len=160,
             drafts=self.drafts,
+            drafter=(self.drafter, chance.randrange(1 + len(windows)) if self.drafter else 0),
             async_scheduling=chance.random() < 0.5,
-            max_num_batched_tokens=chance.choice([6, 13, 16, 40, 64, 200]),
+            # vLLM never plans a request with one token left where a step has no room for it, all drafts and one more.
+            max_num_batched_tokens=max(chance.choice([6, 13, 16, 40, 64, 200]), 2 + self.drafts[0]),
             scheduling_policy=chance.choice(["fcfs", "priority"]),
             prefix_cache_retention_interval=chance.choice([0, None]),
             connector={"kvtier_config": {"tiers": {"g2": {"capacity": capacity}}}},

@@ -142,15 +142,6 @@ def test_latent_attention_is_not_cached_where_the_engine_does_not_resume_it(
     ("kind", "options", "said"),
     [
         ("state", {"dtype": "bfloat16", "enable_prefix_caching": False}, 'states in mode "none"; start it with'),
-        (
-            "state",
-            {
-                "dtype": "bfloat16",
-                "enable_prefix_caching": True,
-                "speculative_config": {"method": "ngram", "prompt_lookup_max": 3, "num_speculative_tokens": 2},
-            },
-            "start it without speculative decoding",
-        ),
         ("sliding", {"enable_prefix_caching": False}, "2 groups of KV cache with prefix caching off"),
         ("llama", {"prefix_caching_hash_algo": "xxhash"}, "start with --prefix-caching-hash-algo sha256_cbor"),
     ],

@@ -109,6 +109,31 @@ def write_filled_up(path: Path) -> None:
     ))  # fmt: skip
 
 
+def write_drafted(path: Path, kinds: str, drafter: bool = False) -> None:
+    """A model of which only the first layer does something, and that layer as its drafter: all drafts are right.
+    `kinds` of the layers: f has full attention, and w a window. vLLM deals the drafter's layer to those of its kind."""
+    import torch
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    types = [{"w": "sliding_attention", "f": "full_attention"}[kind] for kind in kinds]
+    config = {
+        **_TOKENS, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "head_dim": 32, "max_position_embeddings": 4096, "sliding_window": 64, "initializer_range": 0.15,
+        "pad_token_id": 0, "tie_word_embeddings": False,
+    }  # fmt: skip
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**config, num_hidden_layers=len(types), layer_types=types)).float()
+    with torch.no_grad():
+        for layer in model.model.layers[1:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    if drafter:
+        first = Gemma3ForCausalLM(Gemma3TextConfig(**config, num_hidden_layers=1, layer_types=types[:1])).float()
+        first.load_state_dict(model.state_dict(), strict=False)
+        model = first
+    model.eval().save_pretrained(path)
+
+
 def write_state(path: Path, heads: int = 1) -> None:
     """Two layers in three keep a state, which fits into a page of 32 tokens, also in the four bytes a number that vLLM
     keeps on CPUs with instructions for bfloat16. It forgets slowly: as made, it would forget a token within the next
@@ -214,6 +239,8 @@ OTHERS: dict[str, Callable[[Path], None]] = {
     "gptoss": write_gptoss,
     "many_windows": write_many_windows,
     "filled_up": write_filled_up,
+    "drafted_fwwwf": partial(write_drafted, kinds="fwwwf"),
+    "drafter_fwwwf": partial(write_drafted, kinds="fwwwf", drafter=True),
     "state": write_state,
     "state_of_two": partial(write_state, heads=2),
     "mamba2": write_mamba2,

@@ -36,6 +36,7 @@ def _speculation(**given: Any) -> dict[str, Any]:
 
 
 _WORDS = {"tokenizer": {"words": True}, "skip_tokenizer_init": False}
+_FIRST_TURN = "works: nothing is stored from the second turn on"
 _TWICE = "refused: several KV cache groups"
 _MODELLESS = "works: shown without a model"
 _DIVIDED = "refused: their tokens are not divided"
@@ -98,12 +99,15 @@ ROWS = (
         test="test_hybrid.py::test_a_prompt_comes_back_as_the_engines_own_hit"),
     Row("windows with n-gram speculation", off="refused: prefix caching is needed",
         test="test_hybrid.py::test_an_answer_with_drafts_comes_back"),
-    Row("states with speculation", on="refused: a state is made of refused drafts, too",
-        off="refused: prefix caching is needed",
-        test=f"{VARIANTS}::test_what_is_not_served_is_refused_at_start_with_the_reason"),
-    Row("windows with a draft model, EAGLE or MTP", on="refused: not proved",
-        off="refused: prefix caching is needed",
-        test="test_groups.py::test_drafters_beside_several_groups_are_refused_with_the_reason"),
+    Row("states with speculation", on="works: prompts, not answers", off="refused: prefix caching is needed",
+        test="test_drafter_steps.py::test_requests_with_drafts_start_from_the_right_states"),
+    Row("windows with a draft model", off="refused: prefix caching is needed",
+        test="test_hybrid.py::test_a_drafters_kv_comes_back_beside_windows"),
+    Row("windows with EAGLE or MTP", off="refused: prefix caching is needed",
+        test="test_drafter_steps.py::test_requests_with_a_drafter_read_the_right_bytes"),
+    Row("streaming sessions with drafts", on=_FIRST_TURN, off=_FIRST_TURN,
+        test="test_drafter_steps.py::"
+             "test_a_session_of_which_the_engine_took_drafts_for_its_next_turn_leaves_nothing"),
     Row("windows or states alone, several groups of full attention", on=_TWICE, off=_TWICE,
         test="test_groups.py::test_sets_of_groups_that_are_not_served_are_refused_with_the_reason"),
     Row("latent attention over pipeline stages, whose ranks share", off="not tried: with prefix caching alone",

@@ -99,6 +99,7 @@ def groups_of_layers(
     full_at: int,
     states: Sequence[int] = (),
     checkpoints: bool = False,
+    drafts: int = 0,
 ) -> list[Any]:
     """One group of full attention as number `full_at`, and `windows` (tokens, layers) and `states` (layers) around it.
     A page is one number per token. `checkpoints`: steps leave states in their middle, too, as those of Mamba 2."""
@@ -109,7 +110,8 @@ def groups_of_layers(
         for number, (window, count) in enumerate(windows)
     ]  # fmt: skip
     page = FullAttentionSpec(**shape).page_size_bytes
-    kinds = {"shapes": tuple((count,) for count in STATE), "dtypes": (torch.int64,) * len(STATE)}
+    kinds: dict[str, Any] = {"shapes": tuple((count,) for count in STATE), "dtypes": (torch.int64,) * len(STATE)}
+    kinds["num_speculative_blocks"] = drafts
     if checkpoints:
         kinds |= {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
     groups += [
@@ -144,11 +146,13 @@ class Modelless:
         states: Sequence[int] = (),
         checkpoints: bool = False,
         drafts: tuple[int, float] = (0, 0.0),
+        drafter: tuple[str, int] = ("", 0),
         connector: dict[str, Any] | None = None,
         **engine: Any,
     ) -> None:
         """`drafts`: how many at most follow a sampled token, and the share that is right, as a model that needs no KV
-        would guess them. `connector`: arguments of kvtier's; `engine`: options of vLLM's engine."""
+        would guess them. `drafter`: vLLM's name of the way a model drafts that has KV, and the group whose last layer
+        that is. `connector`: arguments of kvtier's; `engine`: options of vLLM's engine."""
         self.drafts_max, self._drafts_right = drafts
         if self.drafts_max:
             method = "ngram_gpu" if engine.get("async_scheduling") else "ngram"
@@ -158,13 +162,20 @@ class Modelless:
         self._guess = random.Random(1)
         self._drafts: dict[str, list[int]] = {}  # of a request, for its next step
         self._given: list[int] = []  # of the request that is computed, in this step
+        self._planned = 0  # as many tokens of it were planned to be drafts
         self.vllm_config = configuration(folder, size, connector or {}, engine)
+        self.drafter, self._drafters_group = drafter
+        if self.drafter:
+            self.vllm_config.speculative_config.method = self.drafter
+        self.stale = 0  # tokens that a drafter read, and that were made of another token behind them
         self.asynchronous = bool(self.vllm_config.scheduler_config.async_scheduling)
         cache = self.vllm_config.cache_config
         cache.num_gpu_blocks = blocks
         self.size = size
         self.unit = unit = size * self.vllm_config.parallel_config.decode_context_parallel_size  # tokens of a block
-        groups = groups_of_layers(windows, layers, size, full_at, states, checkpoints)
+        groups = groups_of_layers(windows, layers, size, full_at, states, checkpoints, self.drafts_max)
+        if self.drafter == "mtp":
+            groups[self._drafters_group].is_eagle_group = True  # vLLM knows this one only
         self.checkpoints = checkpoints
         self.states = [n for n, group in enumerate(groups) if isinstance(group.kv_cache_spec, MambaSpec)]
         if states:
@@ -199,6 +210,7 @@ class Modelless:
         self.reads: dict[str, int] = {}  # tokens that a request had when it was first computed
         self.checked = 0  # places of which the content was looked at
         self.state_at: dict[str, int] = {}  # depth of the block with a request's running state
+        self._right_drafts: dict[str, int] = {}  # as many blocks behind that lies the state that goes on
         self._begin: dict[str, int] = {}  # of the requests in the step: the first token that is computed
         self._numbers = itertools.count()
         self._begin_workers(shared)
@@ -315,14 +327,17 @@ class Modelless:
         for name in {*output.finished_req_ids, *(output.preempted_req_ids or ()),
                      *output.scheduled_cached_reqs.resumed_req_ids}:  # fmt: skip
             self.state_at.pop(name, None)
+            self._right_drafts.pop(name, None)
+        for name in names:  # planned as if the drafts of the step before were right
+            if output.scheduled_spec_decode_tokens.get(name) or name in self._drafts:
+                self._begin[name] = min(self._begin[name], len(self.tokens[name]) - 1)
         for name in names if self.states else ():
             self._carry_state(name, self._begin[name], self._begin[name] + output.num_scheduled_tokens[name])
         if self.loads_first:
             side.start_load_kv(None)
         for name in names:
             begin, drafts = self._begin[name], output.scheduled_spec_decode_tokens.get(name, [])
-            if drafts or name in self._drafts:  # planned as if the drafts of the step before were right
-                begin = min(begin, len(self.tokens[name]) - 1)
+            self._planned = len(drafts)
             self._given = self._drafts.pop(name, [])[: len(drafts)]
             sampled_ids.append(self._forward(name, begin, begin + output.num_scheduled_tokens[name]))
         if not self.loads_first:
@@ -379,16 +394,52 @@ class Modelless:
             first = 0 if not window else max(0, begin - window + 1)
             for place, depth, offset in self._located(range(first, begin)):
                 block = table[depth]
-                for layer in range(self.layers[group]):
+                for layer in range(self._target_layers(group)):
                     found = int(self.memory[layer][block, offset])
                     if found != self._content(name, place) * 16 + group or not block:
                         raise Wrong(f"{name}: group {group}, layer {layer}, token {place} of {begin}, block {block}")
             self.checked += begin - first
             for place, depth, offset in self._located(range(begin, end)):
                 block = table[depth]
-                for layer in range(self.layers[group]):
+                for layer in range(self._target_layers(group)):
                     self.memory[layer][block, offset] = self._content(name, place) * 16 + group
-        return self._sample(name, end)
+        fresh = self._sample(name, end)
+        if self.states and self.drafts_max:
+            self._choose_state(name, end - self._planned, max(0, len(fresh) - 1))
+        if self.drafter:
+            self._draft_with_kv(name, begin, end)
+        return fresh
+
+    def _target_layers(self, group: int) -> int:
+        """Of a group's layers, those that are not the drafter's."""
+        return self.layers[group] - bool(self.drafter and group == self._drafters_group)
+
+    def _draft_with_kv(self, name: str, begin: int, end: int) -> None:
+        """As vLLM's proposers have it: the drafter computes what the step has computed, but for refused tokens, and
+        then guesses, behind that. EAGLE and MTP make each token's KV of the next token, too. Raises Wrong where it
+        would read KV of other tokens; of another next one, it may at the end of a block."""
+        group, size, tokens = self._drafters_group, self.size, self.tokens[name]
+        table, window = self.tables[name][group], self.windows[group]
+        memory = self.memory[self.layers[group] - 1]
+        for place in range(0 if not window else max(0, begin - window + 1), begin):
+            found, right = int(memory[table[place // size], place % size]), self._drafted(name, place)
+            if found != right and (found >> 15 != right >> 15 or (place + 1) % size or self.drafter == "draft_model"):
+                raise Wrong(
+                    f"{name}: group {group}, the drafter's token {place} of {begin}, block {table[place // size]}"
+                )
+            self.stale += found != right
+            self.checked += 1
+        done = min(end, len(tokens) - 1)
+        for place in range(begin, done + self.drafts_max):
+            if place < len(table) * size:
+                right = self._drafted(name, place) if place < done else -9
+                memory[table[place // size], place % size] = right
+
+    def _drafted(self, name: str, place: int) -> int:
+        tokens = self.tokens[name]
+        prefix = hashlib.blake2b(repr(tokens[: place + 1]).encode(), digest_size=5).digest()
+        behind = 0 if self.drafter == "draft_model" else tokens[place + 1] + 1
+        return (int.from_bytes(prefix) << 11 | behind) << 4 | self._drafters_group
 
     def _sample(self, name: str, end: int) -> list[int]:
         """The token that follows the first `end` without drafts, where it is not known yet, and those that follow the
@@ -419,19 +470,40 @@ class Modelless:
         """As vLLM's runner has it, before a step's loads: the running state moves on to the block of the last token."""
         before, now = self.state_at.get(name, (begin - 1) // self.size), -(-end // self.size) - 1
         self.state_at[name] = now
-        for group in self.states if before not in (-1, now) else ():
-            table = self.tables[name][group]
-            for memory in self.memory[: self.layers[group]]:
-                for part in parts_of_state(memory):
-                    part[table[now]] = part[table[before]]
+        if before in (-1, now):
+            return
+        behind = self._right_drafts.pop(name, 0)
+        for group in self.states:
+            self._copy_state(group, self.tables[name][group], before + behind, now)
+
+    def _copy_state(self, group: int, table: list[int], source: int, target: int) -> None:
+        for memory in self.memory[: self.layers[group]]:
+            for part in parts_of_state(memory):
+                part[table[target]] = part[table[source]]
+
+    def _choose_state(self, name: str, certain: int, right: int) -> None:
+        """As vLLM's runner has it, after a step that left a state after `certain` tokens and after each draft: go on
+        with that after the `right` ones; one at the last boundary is put into the block of its last token."""
+        now, boundary = self.state_at[name], (certain + right) // self.size * self.size
+        self._right_drafts[name] = right
+        if boundary < certain:
+            return
+        target = boundary // self.size - 1
+        for group in self.states if (now, boundary) != (target, certain) else ():
+            self._copy_state(group, self.tables[name][group], now + boundary - certain, target)
+        if now == target:
+            self._right_drafts[name] = 0
 
     def _advance_state(self, name: str, group: int, begin: int, end: int) -> None:
-        block = self.tables[name][group][self.state_at[name]]
+        table, at = self.tables[name][group], self.state_at[name]
+        block = table[at + self._right_drafts.get(name, 0)]
         for layer, memory in enumerate(self.memory[: self.layers[group]]):
             found = torch.cat([part[block] for part in parts_of_state(memory)]).tolist()
             if not block or (begin and found != self._state(name, group, begin)):
                 raise Wrong(f"{name}: group {group}, layer {layer}, state after {begin} tokens, block {block}")
-            self._put_state(memory, block, self._state(name, group, end))
+            for draft in range(self._planned + 1):  # a state after each, in the blocks behind
+                state = self._state(name, group, end - self._planned + draft)
+                self._put_state(memory, table[at + draft], state if draft <= len(self._given) else [-9] * sum(STATE))
         self.checked += 1
         if self.checkpoints:
             self._leave_checkpoint(name, group, begin, end)

@@ -38,6 +38,7 @@ class Rank(Modelless):
         parallel = engine.vllm_config.parallel_config
         self.contexts, self.interleave = parallel.decode_context_parallel_size, parallel.cp_kv_cache_interleave_size
         self.checkpoints, self._drafts, self._given, self.drafts_max = engine.checkpoints, {}, [], 0
+        self.drafter, self._right_drafts = "", {}
         self.tables, self.state_at, self.checked, self.ran = {}, {}, 0, 0
         self.tokens, self.answers, self.sessions = engine.tokens, engine.answers, engine.sessions
         self.reads = engine.reads if self.last else {}
