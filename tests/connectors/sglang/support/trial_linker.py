@@ -14,6 +14,7 @@ from typing import Any
 
 from bit_compare import Witness  # beside this file
 from sglang.srt.mem_cache.utils import storage_namespace_seed
+from state_kernels import mend as mend_states
 from window_attention import mend
 
 import kvtier
@@ -37,6 +38,7 @@ class TrialLinker(KVTierLinker):
 
     def __init__(self, *arguments: Any, extra_config: dict[str, Any], **named: Any) -> None:
         mend()
+        mend_states()
         port, witness = int(extra_config.pop("control")), extra_config.pop("witness")
         self._can_fail = extra_config.pop("can_fail", True)
         self._witness_file = witness
@@ -104,8 +106,8 @@ class TrialLinker(KVTierLinker):
         lose: bool = False,
     ) -> None:  # fmt: skip
         """From now on: `faults[tier]` are [verb, kind, rate, times, seconds]; `scramble` damages bytes between their
-        check and the device ("chain" or "window": only those), `refuse` refuses loads, `lose` lets loads fail after
-        their start."""
+        check and the device ("chain" or "window", which is states, too: only those), `refuse` refuses loads, `lose`
+        lets loads fail after their start."""
         for name, tier in self._faulty.items():
             tier.faults = [Fault(*fault) for fault in (faults or {}).get(name, [])]
         self._scramble, self._refuse, self._lose = scramble, refuse, lose
@@ -135,16 +137,16 @@ class TrialLinker(KVTierLinker):
         return engine_keys(SHARED, page_hashes(b"", tokens, self._pool.page))
 
     def do_boundaries(self, tokens: list[int]) -> list[int]:
-        """Depths of a prompt whose windows' blocks are all in G2."""
+        """Depths of a prompt at which all blocks of windows or states are in G2."""
         chain, manager = self._chain(tokens), self._cache.manager
-        return [depth for depth in range(1, len(chain) + 1) if self._windows.holds(manager, chain, depth)]
+        return [depth for depth in range(1, len(chain) + 1) if self._beside.holds(manager, chain, depth)]
 
     def _some(self, tokens: list[int], depth: int, group: str) -> list[BlockKey]:
-        """Of the windows' blocks at a depth of a prompt all ("windows") or the last, or the chain's block there
-        ("full")."""
+        """Of the blocks of windows or states at a depth of a prompt all ("windows") or the last, or the chain's block
+        there ("full")."""
         chain = self._chain(tokens)
-        windows = self._windows.keys(chain, depth)
-        return {"full": [chain[depth - 1]], "windows": windows, "last": windows[-1:]}[group]
+        beside = self._beside.keys(chain, depth)
+        return {"full": [chain[depth - 1]], "windows": beside, "last": beside[-1:]}[group]
 
     def do_drop(self, tokens: list[int], depth: int, group: str) -> int:
         """Evict blocks of one group from every tier. Returns how many copies there were."""
