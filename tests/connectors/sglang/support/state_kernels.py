@@ -36,39 +36,31 @@ def convolve_one(
     return silu((seen * weight[None]).sum(-1) + (0 if bias is None else bias))
 
 
-def _step(state: Any, x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any) -> tuple[Any, Any]:
-    """One token: state [heads, channels, inner], x [heads, channels], dt, A, D [heads], B, C [heads, inner]."""
-    state = state * torch.exp(dt * A)[:, None, None] + (dt[:, None] * x)[:, :, None] * B[:, None, :]
-    return state, (state * C[:, None, :]).sum(-1) + D[:, None] * x
-
-
 def scan(
     x: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int, D: Any, dt_bias: Any, initial_states: Any,
     cu_seqlens: Any, track_seq_idx: Any, track_end_locs: Any, out: Any, **_: Any,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """As mamba_chunk_scan_combined: the states before each chunk of the batch, at the end of each sequence, and those
     that are asked for by sequence and place."""
-    x, dt, B, C, out = x[0], softplus(dt[0] + dt_bias), B[0], C[0], out[0]
-    heads, shape = x.shape[1], (x.shape[1], x.shape[2], B.shape[2])
-    B, C = (one.repeat_interleave(heads // one.shape[1], dim=1) for one in (B, C))
-    starts, rows, places = cu_seqlens.tolist(), track_seq_idx, track_end_locs
-    asked = dict[tuple[int, int], int]()
-    if places is not None:
-        asked = {where: n for n, where in enumerate(zip(rows.tolist(), places.tolist(), strict=True))}
-    chunks = torch.zeros(-(-len(x) // chunk_size), *shape)
-    ends, tracked = torch.zeros(len(starts) - 1, *shape), torch.zeros(len(asked), *shape)
+    x, lasts, B, C = x[0], softplus(dt[0] + dt_bias), _by_head(B[0], x.shape[2]), _by_head(C[0], x.shape[2])
+    decay, states = torch.exp(lasts * A)[:, :, None, None], _given(x, lasts, B)
+    starts, begins = cu_seqlens.tolist(), {}
     for row, (begin, end) in enumerate(pairwise(starts)):
-        state = torch.zeros(shape) if initial_states is None else initial_states[row].float()
+        begins[row] = state = torch.zeros_like(states[0]) if initial_states is None else initial_states[row].float()
         for at in range(begin, end):
-            if at % chunk_size == 0:
-                chunks[at // chunk_size] = state
-            if (row, at) in asked:
-                tracked[asked[row, at]] = state
-            state, out[at] = _step(state, x[at], dt[at], A, B[at], C[at], D)
-        if (row, end) in asked:
-            tracked[asked[row, end]] = state
-        ends[row] = state
-    return chunks[None], ends, tracked[None] if asked else None
+            state = states[at].addcmul_(state, decay[at])
+    out[0] = _read(states, x, C, D)
+
+    def before(row: int, at: int) -> Any:
+        return begins[row] if at == starts[row] else states[at - 1]
+
+    rows = torch.bucketize(torch.arange(0, len(x), chunk_size), cu_seqlens[1:].long(), right=True).tolist()
+    chunks = torch.stack([before(row, number * chunk_size) for number, row in enumerate(rows)])
+    ends = torch.stack([before(row, end) for row, end in enumerate(starts[1:])])
+    if track_end_locs is None or not len(track_end_locs):
+        return chunks[None], ends, None
+    asked = zip(track_seq_idx.tolist(), track_end_locs.tolist(), strict=True)
+    return chunks[None], ends, torch.stack([before(row, at) for row, at in asked])[None]
 
 
 def step(
@@ -76,12 +68,26 @@ def step(
     **_: Any,
 ) -> None:  # fmt: skip
     """As selective_state_update: one token of each sequence."""
-    heads = x.shape[1]
-    for row, slot in enumerate(state_batch_indices.tolist()):
-        b, c = (one[row].repeat_interleave(heads // one.shape[1], dim=0) for one in (B, C))
-        lasts = softplus(dt[row, :, 0] + dt_bias[:, 0])
-        state[slot], y = _step(state[slot], x[row], lasts, A[:, 0, 0], b, c, D[:, 0])
-        out[row] = y.view_as(out[row])
+    slots, lasts = state_batch_indices.long(), softplus(dt[:, :, 0] + dt_bias[:, 0])
+    given = _given(x, lasts, _by_head(B, x.shape[1]))
+    states = given.addcmul_(state[slots], torch.exp(lasts * A[:, 0, 0])[:, :, None, None])
+    state[slots] = states
+    out.copy_(_read(states, x, _by_head(C, x.shape[1]), D[:, 0]).view_as(out))
+
+
+def _by_head(values: Any, heads: int) -> Any:
+    """[tokens, groups, inner] for each head."""
+    return values.repeat_interleave(heads // values.shape[1], dim=1)
+
+
+def _given(x: Any, lasts: Any, B: Any) -> Any:
+    """What each token adds to the state [heads, channels, inner]: x [tokens, heads, channels], B [tokens, heads,
+    inner], and for how long it `lasts` [tokens, heads]."""
+    return (lasts[:, :, None] * x)[..., None] * B[:, :, None, :]
+
+
+def _read(states: Any, x: Any, C: Any, D: Any) -> Any:
+    return (states * C[:, :, None, :]).sum(-1) + D[:, None] * x
 
 
 def track(conv: Any, ssm: Any, slots: Any, mask: Any, targets: Any, rows: int, **_: Any) -> None:

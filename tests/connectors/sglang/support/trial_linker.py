@@ -24,6 +24,7 @@ from kvtier.connectors.sglang import KVTierLinker, adapters
 from kvtier.connectors.sglang.copies import PageCopies
 from kvtier.connectors.sglang.identity import process_number
 from kvtier.connectors.sglang.page_names import page_hashes
+from kvtier.connectors.sglang.pool import place_of
 from kvtier.identity.keys import SHARED, BlockKey
 from kvtier.identity.namespace import Namespace
 from kvtier.manager.build import lower_tiers
@@ -44,11 +45,13 @@ class TrialLinker(KVTierLinker):
         self._witness_file = witness
         self._witness: Witness | None = None
         self._loading: dict[str, list[bytes]] = {}  # names of the blocks that a request waits for
-        self._flying: dict[int, list[tuple[list[bytes], Sequence[int]]]] = {}
+        self._flying: dict[int, list[tuple[list[bytes], list[int]]]] = {}
         self._faulty: dict[str, FaultyTier] = {}
         self._scramble: bool | str = False
         self._refuse = self._lose = False
         super().__init__(*arguments, extra_config=extra_config, **named)
+        if self._pool.states:
+            self._look_at_states()
         self._listen(port + process_number())
 
     def open_cache(self, namespace: Namespace) -> kvtier.Cache:
@@ -74,6 +77,25 @@ class TrialLinker(KVTierLinker):
 
         pages.offload = watched
         return pages
+
+    def _look_at_states(self) -> None:
+        """A request's forward changes the state that was loaded for it: the witness sees it when the first layer of
+        states comes to wait for its own, before it runs."""
+        ordered = self.layer_done_counter.on_layer_ready
+        first = next(layer for layer in range(self._pool.depth) if (1, None) in self._pool.place(layer))
+
+        def ready(index: int, layer: int) -> None:
+            ordered(index, layer)
+            for names, blocks in self._flying.get(index, ()) if layer == first else ():
+                loaded = [pair for pair in zip(names, blocks, strict=True) if place_of(pair[1])[0]]
+                for pair in loaded:
+                    names.remove(pair[0])
+                    blocks.remove(pair[1])
+                if loaded:
+                    assert self._witness is not None
+                    self._witness.restored(*zip(*loaded, strict=True))
+
+        self.layer_done_counter.on_layer_ready = ready
 
     # ── orders, on a thread of their own ────────────────────────────────────────────────────────────────────
 
