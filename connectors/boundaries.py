@@ -8,7 +8,7 @@ chains were stored: they are asked for from the longest on.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvtier.connectors.promoted import Promoted
 from kvtier.identity.keys import BlockKey
@@ -21,6 +21,17 @@ TRIED = 512
 _ASKED_AT_ONCE = 16
 """Boundaries that lower tiers are asked for at the same time."""
 
+
+def depths_below(start: int, stop: int, step: int = 1) -> Iterator[int]:
+    """Depths beyond `start` and up to `stop` at which a boundary is looked for, from the longest on: some, and where
+    most of them lie at multiples of `step`, some multiples below those."""
+    near = max(start, stop - TRIED)
+    yield from range(stop, near, -1)
+    if step > 1:
+        top = near // step * step
+        yield from range(top, max(start, top - TRIED * step), -step)
+
+
 NOTHING: Mapping[int, int] = {}
 
 
@@ -31,13 +42,14 @@ async def promote_boundary(
     keys_at: Callable[[int], list[BlockKey]],
     deadline: Mono,
     promoted: Promoted,
+    step: int = 1,
 ) -> Lease:
     """Promote the longest boundary beyond the start of `promoted` that the tiers can serve: the chain up to there, and
-    the blocks of other groups (`keys_at` a depth, of which `first_at` is the first). Releases what it pinned; see
-    `requests.promote`. Notes in `promoted` how much of the chain was seen."""
+    the blocks of other groups (`keys_at` a depth, of which `first_at` is the first). `step`: see `depths_below`.
+    Releases what it pinned; see `requests.promote`. Notes in `promoted` how much of the chain was seen."""
     start = promoted.start
     promoted.matched = top = await manager.match(chain, deadline)
-    depth = await stored_boundary(manager, first_at, keys_at, range(top, max(start, top - TRIED), -1), deadline)
+    depth = await stored_boundary(manager, first_at, keys_at, depths_below(start, top, step), deadline)
     if depth is None:
         return await manager.promote(chain[:start], deadline, start)
     with await manager.promote(chain[:depth], deadline, start) as lease:

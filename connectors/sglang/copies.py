@@ -16,9 +16,10 @@ from functools import partial
 
 from kvtier.cache import Cache
 from kvtier.config import cache_folder
+from kvtier.connectors.sglang.beside import BoundaryStore
 from kvtier.connectors.sglang.part_engines import PartEngines
-from kvtier.connectors.sglang.pool import KVPools, PoolPart
-from kvtier.connectors.sglang.windows import BoundaryStore
+from kvtier.connectors.sglang.pool import KVPools, PoolPart, place_of
+from kvtier.connectors.sglang.state_pool import StatePart
 from kvtier.errors import KVTierError
 from kvtier.identity.keys import BlockKey
 from kvtier.kernels.copy import Ack, CopyEngine, Moves, Outcome
@@ -38,10 +39,11 @@ _LAST_S = 30.0
 
 @dataclass(slots=True)
 class _Blocks:
-    """Blocks of one chain on their way to G2. `together`: they are published all or not at all."""
+    """Blocks of one chain on their way to G2. `together`: they are those of a boundary, at these places on the device,
+    and published all or not at all."""
 
     chain: Sequence[BlockKey]
-    together: bool = False
+    together: Sequence[int] | None = None
     done: list[Slot] = field(default_factory=list)
     failed: bool = False
 
@@ -92,7 +94,7 @@ class PageCopies:
         self._offloads: deque[PageOffload] = deque()
         self._by_ticket: dict[int, PageOffload | PageLoad] = {}
 
-    def _open(self, part: PoolPart, on_gpu: bool) -> CopyEngine | Pump:
+    def _open(self, part: PoolPart | StatePart, on_gpu: bool) -> CopyEngine | Pump:
         arena = self._manager.host.arena
         # A mapping of its own: it must outlive the cache's while a copy is under way, and is page-locked once.
         mapping = mmap.mmap(arena.fds()[0], 0)  # whole
@@ -135,8 +137,8 @@ class PageCopies:
         self._offloads.append(offload)
         moves, whole = self._reserve(offload, _Blocks(chain), start, pages, terms)
         if whole and boundary is not None:
-            windows = _Blocks(boundary.keys, together=True)
-            more, whole = self._reserve(offload, windows, 0, boundary.blocks, boundary.terms)
+            beside = _Blocks(boundary.keys, together=boundary.blocks)
+            more, whole = self._reserve(offload, beside, 0, boundary.blocks, boundary.terms)
             moves += more
         if moves:
             try:
@@ -157,7 +159,7 @@ class PageCopies:
         stop = start + len(places)
         slots, reached = self._manager.reserve(blocks.chain, start, stop, terms)
         self.events["stores_without_room"] += stop - reached
-        if blocks.together and reached < stop:
+        if blocks.together is not None and reached < stop:
             self._manager.abort(slots, [slot.generation for slot in slots])
             return [], False
         if slots:
@@ -265,19 +267,19 @@ class PageCopies:
 
     def _publish(self, blocks: _Blocks) -> None:
         done = sorted(blocks.done, key=lambda slot: slot.index)
-        if blocks.together and blocks.failed:
+        if blocks.together is not None and blocks.failed:
             self._abort(done)
         elif done:
-            if blocks.together:
-                self._blank(blocks, done)
+            if blocks.together is not None:
+                self._blank(blocks.together, done)
             self._manager.commit(blocks.chain, done, [slot.generation for slot in done])
             self.events["blocks_stored"] += len(done)
 
-    def _blank(self, blocks: _Blocks, slots: Sequence[Slot]) -> None:
-        """Clear what lies behind the last layers of a block that has fewer than others: another block's bytes."""
-        pages = len(blocks.chain) // (len(self._part_bytes) - 1)
+    def _blank(self, places: Sequence[int], slots: Sequence[Slot]) -> None:
+        """Clear what lies behind the bytes of a block that has fewer than others: another block's."""
         for slot in slots:
-            used = self._part_bytes[1 + slot.index // pages]
+            part, _ = place_of(places[slot.index])
+            used = self._part_bytes[part]
             rest = slot.pieces[0][used : self._part_bytes[0]]
             rest[:] = bytes(len(rest))
 

@@ -4,7 +4,7 @@ A linker is handed page hashes beyond the device's prefix, without the pages bef
 of new weights. Small hooks, made with SGLang's own HookRegistry, call a `LinkerListener`:
 
     match               the request whose prompt is looked up, and the pages before those on the device's edge; its
-                        tree is told where the prompt leaves what is known, where windows are kept
+                        tree is told where the prompt leaves what is known, where windows or states are kept
     checkpoint          the request whose pages the tree is about to offload, and up to where
     admission           may wait: a request whose blocks are on their way up is passed over until they are there
     release             the request is gone
@@ -29,16 +29,18 @@ from typing import Any, NamedTuple
 from kvtier.connectors.fallback import falls_back_to
 from kvtier.connectors.settings import Settings
 from kvtier.connectors.sglang import adapters
+from kvtier.connectors.sglang.transfers import PAGES, STATES
 from kvtier.errors import ConfigError
 
 
 class Checkpoint(NamedTuple):
     """A request's tokens enter the tree: up to `end`, of which it has the first `begin`. `lasting`: they are all of its
-    prompt, or end where it leaves another one."""
+    prompt, or end where it leaves another one, and the tree keeps a state there (`branch`)."""
 
     begin: int = 0
     end: int = 0
     lasting: bool = False
+    branch: bool = False
 
 
 NO_CHECKPOINT = Checkpoint()
@@ -81,12 +83,14 @@ class LinkerListener(WeightsListener):
         """`lookup` comes next, for this request; `head()` are the page hashes on the device, from the first on. `agree`
         is true if its argument is on every rank; every rank must call it in the same place."""
 
-    windowed = False  # whether prompts come back at boundaries alone
+    branch = ""
+    """Where prompts come back at boundaries alone: the field of SGLang's match result that says where a prompt leaves
+    what is known, so that the tree keeps a boundary there."""
 
     @abstractmethod
     def known_of(self, rid: str) -> int:
         """How many leading pages of a request's prompt are known below the device, though it may not be given all of
-        them; of a linker that is `windowed`."""
+        them, down to where a boundary can be; of a linker that has a `branch`."""
 
     @abstractmethod
     def offloads_for(self, req: Any | None, checkpoint: Checkpoint = NO_CHECKPOINT) -> None:
@@ -96,6 +100,10 @@ class LinkerListener(WeightsListener):
     def before_offload(self, head: list[str], path: Callable[[], Any] | None = None) -> None:
         """`offload` comes next, of pages that follow these. `path()` are the slots in the full pool of all tokens up to
         the end of what is offloaded."""
+
+    @abstractmethod
+    def offload(self, transfers: Any, session_id: str | None = None) -> bool:
+        """As SGLang's linkers have it."""
 
     @abstractmethod
     def awaited(self, rid: str) -> bool:
@@ -136,12 +144,14 @@ def _match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, resul
 
     linker.before_lookup(req, head, partial(_on_all_ranks, wrapper.cache))
     found = original(wrapper, key, req, result)
-    if not linker.windowed:
+    if not linker.branch:
         return found
     leaves = wrapper.cache.page_size * _least_of_all_ranks(wrapper.cache, linker.known_of(req.rid))
-    # As the tree does itself for what is on the device: it inserts the prompt up to there first, with a whole window.
+    # As the tree does itself for what is on the device: it inserts the prompt up to there first, with a whole window or
+    # a state that the forward tracks there.
     hit = found.device_prefix_len + found.host_hit_length
-    return found._replace(swa_branching_seqlen=leaves) if leaves > max(hit, found.swa_branching_seqlen or 0) else found
+    beyond = leaves > max(hit, getattr(found, linker.branch) or 0)
+    return found._replace(**{linker.branch: leaves}) if beyond else found
 
 
 def _offload_node(wrapper: Any, node_id: Any, transfers: Any) -> None:
@@ -163,18 +173,53 @@ def _checkpoint(original: Callable[..., Any], cache: Any, req: Any, **arguments:
     linker = _linker_of(cache.linker)
     if linker is None:
         return original(cache, req, **arguments)
-    linker.offloads_for(req, _checkpoint_of(req, arguments.get("up_to", 0)))
+    checkpoint = _checkpoint_of(req, arguments.get("up_to", 0))
+    linker.offloads_for(req, checkpoint)
     try:
-        return original(cache, req, **arguments)
+        done = original(cache, req, **arguments)
+        if checkpoint.branch:
+            _offer_again(cache, linker, req.last_node)
+        return done
     finally:
         linker.offloads_for(None)
+
+
+@falls_back_to(None)
+def _offer_again(cache: Any, linker: LinkerListener, node: Any) -> None:
+    """A prompt has left another one at the end of a node that the tree has, and it has a state now. The tree offers no
+    node twice: it is offered here as there, but for that the node stays marked as it is."""
+    core, wrapper = cache.tree_core, cache.linker
+    pending = any(node in one.publish_node_ids for one in wrapper.pending_offloads)
+    if pending or core.build_external_linker_offload_transfers(node) is not None:
+        return
+    states = resolve_name("sglang.srt.mem_cache.unified_cache.component_type:ComponentType").MAMBA
+    state, keys = core.get_component_device_value(node, states), list(core.get_hash_values(node))
+    if state is None or not keys:
+        return
+    transfer, module = resolve_name("sglang.srt.mem_cache.hicache_storage:PoolTransfer"), _WRAPPER.rpartition(".")[0]
+    slots = _path(core, node)[-len(keys) * cache.page_size :]
+    offered = [transfer(name=PAGES, keys=keys, device_indices=slots),
+               transfer(name=STATES, keys=keys[-1:], device_indices=state)]  # fmt: skip
+    lock = cache.inc_lock_ref(node).to_dec_params()
+    linker.before_offload(core.get_prefix_hash_values(node), partial(_path, core, node))
+    try:
+        queued = linker.offload(offered)
+    except BaseException:
+        cache.dec_lock_ref(node, lock)
+        raise
+    if queued:
+        wrapper.pending_offloads.append(resolve_name(f"{module}:_PendingOffload")(node, lock, []))
+    else:
+        cache.dec_lock_ref(node, lock)
 
 
 def _checkpoint_of(req: Any, up_to: int) -> Checkpoint:
     begin, leaves = int(getattr(req.kv, "cache_protected_len", 0)), req.swa_branching_seqlen
     if leaves is not None and begin < leaves <= up_to:
         return Checkpoint(begin, int(leaves), lasting=True)  # the tree takes no more of it this time
-    return Checkpoint(begin, up_to, lasting=up_to >= len(req.origin_input_ids))
+    tracked = getattr(req.kv, "mamba_last_track_seqlen", None)  # of a model with states, the tree takes it up to there
+    branch = tracked is not None and tracked == getattr(req, "mamba_branching_seqlen", None)
+    return Checkpoint(begin, up_to, lasting=branch or up_to >= len(req.origin_input_ids), branch=branch)
 
 
 def _add_one_req(original: Callable[..., Any], adder: Any, req: Any, *arguments: Any, **named: Any) -> Any:

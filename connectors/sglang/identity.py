@@ -68,9 +68,9 @@ def namespace_of_rank(server: Any, settings: Settings, pool: KVPools) -> Namespa
 
 def namespace_of(server: Any, model_config: Any, settings: Settings, pool: KVPools, ranks: Ranks) -> Namespace:
     """The identity of one rank's blocks. Reads the checkpoint. Raises IdentityError."""
-    replicated = pool.kind == "mla"
+    replicated = pool.replicated
     return Namespace(
-        layout=f"sglang:{'L' if replicated else 'L2'}NHD",
+        layout=f"sglang:{'L' if pool.kind == 'mla' else 'L2'}NHD",
         block_tokens=pool.page,
         block_bytes=pool.block_bytes,
         layers=f"{pool.layers[0]}:{pool.layers[1]}",

@@ -41,6 +41,8 @@ from kvtier.connectors.prefill_clock import PrefillClock
 from kvtier.connectors.rotation import Rotation
 from kvtier.connectors.settings import Settings, flag, port, recompute
 from kvtier.connectors.sglang import adapters
+from kvtier.connectors.sglang.beside import Beside
+from kvtier.connectors.sglang.boundary_requests import BoundaryRequests
 from kvtier.connectors.sglang.copies import PageCopies
 from kvtier.connectors.sglang.events import PageEvents, is_dynamo, publishes
 from kvtier.connectors.sglang.hooks import NO_CHECKPOINT, Checkpoint, LinkerListener, install
@@ -49,10 +51,10 @@ from kvtier.connectors.sglang.loads import PageLoads, WantedPages
 from kvtier.connectors.sglang.metrics import EngineMetrics
 from kvtier.connectors.sglang.offloads import PageOffloads
 from kvtier.connectors.sglang.pool import pool_of
-from kvtier.connectors.sglang.refusals import refuse, window_of
+from kvtier.connectors.sglang.refusals import grid_of, refuse, window_of
 from kvtier.connectors.sglang.requests import QueuedRequest, QueuedRequests
+from kvtier.connectors.sglang.states import States
 from kvtier.connectors.sglang.transfers import of_pool, page_numbers
-from kvtier.connectors.sglang.windowed_requests import WindowedRequests
 from kvtier.connectors.sglang.windows import Windows
 from kvtier.identity.keys import BlockKey
 from kvtier.identity.namespace import Namespace
@@ -88,33 +90,38 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         device_pool = params.token_to_kv_pool_allocator.get_kvcache()
         refuse(params)
         self._pool = pool_of(device_pool, params.page_size, components, window_of(server_args, params))
-        self._windows = Windows.of(self._pool, params.token_to_kv_pool_allocator)
-        self.windowed = self._windows is not None
+        self._beside: Beside | None = Windows.of(self._pool, params.token_to_kv_pool_allocator)
+        if self._pool.states:
+            self._beside = States.of(self._pool, grid_of(params))
+        self.branch = self._beside.branch if self._beside is not None else ""
         adapters.remember(getattr(server_args, "lora_paths", None))
         namespace = namespace_of_rank(server_args, self._settings, self._pool)
         self.pools = {PoolName.KV: device_pool}
-        if self._windows is not None:
+        if self._pool.beside:
             self.pools[PoolName.SWA] = device_pool.swa_kv_pool  # without it the tree would take windows for not needed
         self.layer_done_counter = LayerWiseLoadCounter(self._pool.depth)
+        if self._pool.states:  # whose layers wait for theirs at the table of requests
+            self.pools[PoolName.MAMBA] = device_pool.mamba_pool
+            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._wait_s = self._settings.config.deadlines.get
         self._order = self._ordering_stream()
         ranks = (getattr(server_args, name, 1) or 1 for name in ("tp_size", "pp_size", "dp_size"))
         self._alone = all(int(count) == 1 for count in ranks)
         given = self._settings, self._pool.page, self._current
         self._requests = QueuedRequests(*given)
-        if self._windows is not None:
-            self._requests = WindowedRequests(self._windows, namespace.ranks == 1, *given)
+        if self._beside is not None:
+            self._requests = BoundaryRequests(self._beside, namespace.ranks == 1, *given)
         self._prefill = PrefillClock(self._computed, self._pool.page)
         self._looked_up: tuple[Any, Callable[[], list[str]]] | None = None
         self._agree: Callable[[bool], bool] = bool
         self._loads = PageLoads(self.layer_done_counter, lambda: self._pages)
         self._offloads = PageOffloads(
-            self._pool.page, self._windows, self._requests.control_of, self._remember, lambda: self._pages
+            self._pool.page, self._beside, self._requests.control_of, self._remember, lambda: self._pages
         )
         self._events: Counter[str] = Counter()
         tiers = self._settings.own.get("event_tiers", TIERS)
         self._kv_events: PageEvents | None = None
-        if publishes(server_args) and self._windows is None:  # whose pages are of use at boundaries alone
+        if publishes(server_args) and self._beside is None:  # whose pages are of use at boundaries alone
             self._kv_events = PageEvents(self._pool.page, tiers=tiers, dynamo=is_dynamo(server_args))
         self._announcers: dict[int, Announcer] = {}  # by cache
         self._rotation = Rotation(self._settings.config, namespace, self._open, self._close)
@@ -212,14 +219,14 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
             queued.waits = False  # unless the look-up says so, which does not come when the device has all of it by now
 
     def lookup(self, rid: str, transfers: Sequence[Any]) -> list[int]:
-        """All restorable lengths, in pages after those on the device: 1 … what G2 has now, and of windows those at
-        whose end it has a whole one."""
+        """All restorable lengths, in pages after those on the device: 1 … what G2 has now, and of models with windows
+        or states those at whose end it has a whole one."""
         self._requests.arrive(rid)
         return self._restorable(rid, transfers)
 
     def known_of(self, rid: str) -> int:
-        queued = self._requests.of(rid)
-        return queued.known if queued is not None else 0
+        queued, step = self._requests.of(rid), 1 if self._beside is None else self._beside.step
+        return queued.known // step * step if queued is not None else 0
 
     @falls_back_to([])
     def _restorable(self, rid: str, transfers: Sequence[Any]) -> list[int]:
@@ -294,9 +301,9 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         count, numbers = len(transfer.keys), page_numbers(transfer.device_indices, self._pool.page)
         manager, chain = pages.cache.manager, queued.chain[: queued.start + count]
         boundary = None
-        if self._windows is not None:
-            window = page_numbers(of_pool(transfers, PoolName.SWA).device_indices, self._pool.page)
-            if (boundary := self._windows.pin(manager, chain, queued.start, window)) is None:
+        if self._beside is not None:
+            boundary = self._beside.pin(manager, chain, queued.start, transfers)
+            if boundary is None:
                 return None
         wanted = WantedPages(rid, manager.pin(chain, queued.start), numbers, boundary)
         if not len(wanted.lease) == count == len(numbers):
@@ -328,7 +335,7 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
     def offload(self, transfers: Sequence[Any], session_id: str | None = None) -> bool:
         """Copy a node's pages to G2 where it lacks them. False, on every rank alike: the request does not want it, or
         there is none. Later errors are in the completion; the tree then asks again."""
-        return self._offloads.begin(of_pool(transfers, PoolName.KV))
+        return self._offloads.begin(transfers)
 
     @falls_back_to(0)
     def num_completed_offloads(self) -> int:

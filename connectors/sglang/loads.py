@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from kvtier.connectors.sglang.beside import PinnedBoundary
 from kvtier.connectors.sglang.copies import PageCopies, PageLoad
-from kvtier.connectors.sglang.windows import PinnedBoundary
 from kvtier.manager.lease import Lease
 from kvtier.tiers.host.slot import Slot
 
@@ -32,7 +32,7 @@ class WantedPages:
     rid: str
     lease: Lease
     pages: Sequence[int]
-    boundary: PinnedBoundary | None = None  # at their end, where there are windows
+    boundary: PinnedBoundary | None = None  # at their end, where there are windows or states
 
     @property
     def leases(self) -> list[Lease]:

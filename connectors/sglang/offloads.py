@@ -2,7 +2,7 @@
 
     are_of      the request whose tokens enter the tree, and up to where
     follow      the pages before those that come next
-    begin       the pages: copied to G2 where it lacks them, and at the end of a boundary what it needs of windows
+    begin       the pages: copied to G2 where it lacks them, and at a boundary what it needs of windows or states
     completed   offloads that are over, in the order in which they began; every rank has equally many
 
 Used from the scheduler's thread only; nothing here waits.
@@ -17,10 +17,10 @@ from typing import Any
 from kvtier.connectors.control import Control
 from kvtier.connectors.fallback import falls_back_to
 from kvtier.connectors.identity import engine_keys
+from kvtier.connectors.sglang.beside import Beside, BoundaryStore
 from kvtier.connectors.sglang.copies import PageCopies
 from kvtier.connectors.sglang.hooks import NO_CHECKPOINT, Checkpoint
-from kvtier.connectors.sglang.transfers import page_numbers
-from kvtier.connectors.sglang.windows import BoundaryStore, Windows
+from kvtier.connectors.sglang.transfers import PAGES, of_pool, page_numbers
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.retention.ranges import ChainTerms
 
@@ -35,7 +35,7 @@ class PageOffloads:
     def __init__(
         self,
         page: int,
-        windows: Windows | None,
+        beside: Beside | None,
         control_of: Callable[[Any], tuple[Control, Scope | None]],
         remember: _Remember,
         copies: Callable[[], PageCopies | None],
@@ -43,7 +43,7 @@ class PageOffloads:
         """`remember` is told of each request's blocks, from a depth on. `copies` has those of the moment, None while
         there are none."""
         self._page = page
-        self._windows = windows
+        self._beside = beside
         self._control_of = control_of
         self._remember = remember
         self._copies = copies
@@ -61,10 +61,11 @@ class PageOffloads:
         """The next pages follow these. `path()` are the slots in the full pool of all tokens up to their end."""
         self._head, self._path = head, path
 
-    def begin(self, transfer: Any) -> bool:
+    def begin(self, transfers: Sequence[Any]) -> bool:
         """Copy a node's pages to G2 where it lacks them. False: the request does not want it, or there is none. Later
         errors are in the completion."""
         (head, self._head), (path, self._path) = (self._head, []), (self._path, None)
+        transfer = of_pool(transfers, PAGES)
         if self._req is None or not transfer.keys:
             return False
         control, scope = self._control_of(self._req)
@@ -80,7 +81,7 @@ class PageOffloads:
             numbers = page_numbers(transfer.device_indices, self._page)
             self._remember(self._req, control, chain, len(head))
             terms = control.chain_terms(self._page)
-            copies.offload(chain, len(head), numbers, terms, self._boundary(chain, terms, path))
+            copies.offload(chain, len(head), numbers, terms, self._boundary(chain, terms, path, transfers))
         except Exception:
             log.exception("an offload of %d pages failed", len(transfer.keys))
         if copies.outstanding() == before:
@@ -89,11 +90,11 @@ class PageOffloads:
 
     @falls_back_to(None)
     def _boundary(
-        self, chain: Sequence[BlockKey], terms: ChainTerms, path: Callable[[], Any] | None
+        self, chain: Sequence[BlockKey], terms: ChainTerms, path: Callable[[], Any] | None, transfers: Sequence[Any]
     ) -> BoundaryStore | None:
-        if self._windows is None or path is None:
+        if self._beside is None or path is None:
             return None
-        return self._windows.boundary(chain, terms, self._checkpoint, path)
+        return self._beside.boundary(chain, terms, self._checkpoint, path, transfers)
 
     def completed(self) -> int:
         """How many of the oldest offloads are over."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvtier.connectors.sglang.pool import place_of
+from kvtier.connectors.sglang.pool import Places, place_of
 from kvtier.kernels.copy import Ack, CopyEngine, Moves, Outcome
 from kvtier.kernels.mover import Lane
 from kvtier.kernels.pump import Pump
@@ -27,9 +27,9 @@ class _Job:
 
 
 class PartEngines:
-    """See the module. Owns the engines. `place` has the part and the place in it of a layer of the model."""
+    """See the module. Owns the engines. `place` has the parts of a layer of the model, and its place in each."""
 
-    def __init__(self, engines: Sequence[CopyEngine | Pump], place: Callable[[int], tuple[int, int]]) -> None:
+    def __init__(self, engines: Sequence[CopyEngine | Pump], place: Callable[[int], Places]) -> None:
         self._engines = engines
         self._place = place
         self._tickets = 0
@@ -111,10 +111,10 @@ class PartEngines:
                 engine.cancel(theirs)
 
     def fence(self, ticket: int, layer: int) -> None:
-        """As `CopyEngine.fence`, of a layer of the model: behind its own part. A forward comes to every layer."""
-        part, place = self._place(layer)
-        for theirs in self._of([ticket], part):
-            self._engines[part].fence(theirs, place)
+        """As `CopyEngine.fence`, of a layer of the model: behind its own parts. A forward comes to every layer."""
+        for part, place in self._place(layer):
+            for theirs in self._of([ticket], part):
+                self._engines[part].fence(theirs, place)
 
     def close(self, timeout_s: float) -> bool:
         """As `CopyEngine.close`."""

@@ -5,7 +5,9 @@ head, channel, whatever strides the pool has.
 
 A pool of sliding windows (SWAKVPool) is two: one of the layers of full attention, whose pages are blocks as above, and
 one of the window's layers, with pages, indices and an allocator of its own. A page of the latter is cut by layers into
-as many blocks as it takes, none of them larger than one of the former: *parts*. So one arena holds both.
+as many blocks as it takes, none of them larger than one of the former: *parts*. So one arena holds both. The states of
+Mamba and linear attention (HybridLinearKVPool), which lie in a pool beside that of full attention, are parts, too
+(`kvtier.connectors.sglang.state_pool`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.connectors.configuration import digest16
+from kvtier.connectors.sglang.state_pool import StatePart, described, parts_of
 from kvtier.errors import IdentityError
 from kvtier.kernels.layout import Paged, Shape, of_tensors
 
@@ -39,6 +42,10 @@ def place_of(block: Numbers) -> tuple[Numbers, Numbers]:
     return block >> _PART_BITS, block & (1 << _PART_BITS) - 1
 
 
+Places = tuple[tuple[int, int | None], ...]
+"""The parts (0: full) in which a layer of the model has something, and its place there; None: it needs all of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class PoolPart:
     """Layers of one pool: `tensors[layer]` is a (K, V) pair, or the latent alone, [tokens, heads, channels]."""
@@ -57,7 +64,7 @@ class PoolPart:
 
 @dataclass(frozen=True, slots=True)
 class KVPools:
-    """One rank's pool: the layers of full attention, and the parts of the window's layers, if there are any."""
+    """One rank's pool: the layers of full attention, and the parts of windows or of states, if there are any."""
 
     tensors: tuple[Any, ...]
     kind: str  # "full" or "mla"
@@ -65,9 +72,11 @@ class KVPools:
     page: int
     shape: Shape
     layers: tuple[int, int]  # half-open range of the model's layers
-    beside: tuple[PoolPart, ...] = ()
-    places: tuple[tuple[int, int], ...] = ()  # by layer of the model: its part (0: full) and its place there
-    window: int = 0  # tokens before a token that it attends to, in the layers beside
+    beside: tuple[PoolPart, ...] = ()  # of windows
+    states: tuple[StatePart, ...] = ()
+    places: tuple[Places, ...] = ()  # by layer of the model
+    window: int = 0  # tokens before a token that it attends to, in the layers of windows
+    named: str = ""  # what the states are, for the namespace
 
     @property
     def on_gpu(self) -> bool:
@@ -83,46 +92,77 @@ class KVPools:
         return self.layers[1] - self.layers[0]
 
     @property
-    def parts(self) -> tuple[PoolPart, ...]:
-        return (PoolPart(self.tensors, self.shape), *self.beside)
+    def parts(self) -> tuple[PoolPart | StatePart, ...]:
+        return (PoolPart(self.tensors, self.shape), *self.beside, *self.states)
 
-    def place(self, layer: int) -> tuple[int, int]:
-        return self.places[layer] if self.places else (0, layer)
+    @property
+    def replicated(self) -> bool:
+        """Whether all ranks of tensor parallelism have the same."""
+        return self.kind == "mla" and not self.states
+
+    def place(self, layer: int) -> Places:
+        return self.places[layer] if self.places else ((0, layer),)
 
     @property
     def group(self) -> str:
-        """For the namespace: what is kept, and of windows how it is cut into blocks."""
+        """For the namespace: what is kept, and of windows and states how it is cut into blocks."""
+        if self.states:
+            return f"{self.kind}+state:{self.named}"
         if not self.beside:
             return self.kind
         shapes = [[part.shape.layers, part.shape.heads, part.shape.channels] for part in self.beside]
-        return f"{self.kind}+{len(self.beside)}*window:{digest16([self.window, shapes, list(self.places)])}"
+        named = digest16([self.window, shapes, [place for (place,) in self.places]])
+        return f"{self.kind}+{len(self.beside)}*window:{named}"
 
 
 def pool_of(device_pool: Any, page: int, components: Iterable[Any], window: int = 0) -> KVPools:
     """A device pool that can be cached; `window`: tokens before a token that it attends to, in layers that have a pool
-    of windows. Raises IdentityError for pools of which a part would be lost: state-space
-    models, index caches, per-token scales, packed or reordered layouts, and for windows whose tree is not of both."""
+    of windows. Raises IdentityError for pools of which a part would be lost: index caches, per-token scales, packed or
+    reordered layouts, and for windows and states whose tree is not of both."""
     kinds = sorted(component.name for component in components)
     name = type(device_pool).__name__
     if name == "SWAKVPool" and kinds == ["FULL", "SWA"]:
         return _windows_of(device_pool, page, window)
+    if name == "HybridLinearKVPool" and kinds == ["FULL", "MAMBA"]:
+        return _states_of(device_pool, page)
     if kinds != ["FULL"]:
         raise IdentityError(
             f"this model keeps state of the kinds {', '.join(kinds)} in a {name}; kvtier keeps FULL attention and MLA, "
-            "and beside FULL sliding windows (SWA) in an SWAKVPool, and a prefix without the rest would be wrong: "
-            "start this engine without kvtier"
+            "and beside FULL sliding windows (SWA) in an SWAKVPool, or states (MAMBA) in a HybridLinearKVPool, and a "
+            "prefix without the rest would be wrong: start this engine without kvtier"
         )
-    if name == "MHATokenToKVPool":
-        pairs, kind = _pairs_of(device_pool), "full"
-    elif name == "MLATokenToKVPool" and not device_pool.use_dsa and device_pool.kv_scale_buffer is None:
-        pairs = tuple((tensor,) for tensor in device_pool.kv_buffer)
-        kind = "mla"
-    else:
-        raise IdentityError(
-            f"the device pool is a {name}; kvtier keeps MHATokenToKVPool and plain MLATokenToKVPool whole, no other"
-        )
+    pairs, kind = _full_of(device_pool)
     first = int(device_pool.start_layer)
     return KVPools(pairs, kind, _dtype(device_pool), page, _shape(pairs, page), (first, first + len(pairs)))
+
+
+def _full_of(device_pool: Any) -> tuple[tuple[tuple[Any, ...], ...], str]:
+    """The layers of full attention of a pool that has no others, and of which kind it is."""
+    name = type(device_pool).__name__
+    if name == "MHATokenToKVPool":
+        return _pairs_of(device_pool), "full"
+    if name == "MLATokenToKVPool" and not device_pool.use_dsa and device_pool.kv_scale_buffer is None:
+        return tuple((tensor,) for tensor in device_pool.kv_buffer), "mla"
+    raise IdentityError(
+        f"the device pool is a {name}; kvtier keeps MHATokenToKVPool and plain MLATokenToKVPool whole, no other"
+    )
+
+
+def _states_of(device_pool: Any, page: int) -> KVPools:
+    pairs, kind = _full_of(device_pool.full_kv_pool)
+    if not pairs:
+        raise IdentityError("the model has no layer of full attention beside its states: start without kvtier")
+    shape, mapped = _shape(pairs, page), dict(device_pool.full_attention_layer_id_mapping)
+    parts = parts_of(device_pool.mamba_pool, shape.block_bytes)
+    recurrent = [int(layer) for layer in device_pool.mamba_pool.mamba_layer_ids]
+    places = list[Places]()
+    for layer in range(1 + max(*mapped, *recurrent)):
+        full = [(0, mapped[layer])] if layer in mapped else []
+        places.append((*full, *((1 + part, None) for part in range(len(parts)) if layer in recurrent)))
+    return KVPools(
+        pairs, kind, _dtype(device_pool.full_kv_pool), page, shape, (0, len(places)), states=parts,
+        places=tuple(places), named=described(parts, recurrent, sorted(mapped, key=mapped.__getitem__)),
+    )  # fmt: skip
 
 
 def _windows_of(device_pool: Any, page: int, window: int) -> KVPools:
@@ -144,14 +184,16 @@ def _windows_of(device_pool: Any, page: int, window: int) -> KVPools:
             "attention each, which kvtier cuts them into: start this engine without kvtier"
         )
     cuts = [windows[start : start + layers] for start in range(0, len(windows), layers)]
-    places = dict[int, tuple[int, int]]()
+    places = dict[int, Places]()
     for layer, (number, in_window) in device_pool.layers_mapping.items():
-        places[layer] = (1 + number // layers, number % layers) if in_window else (0, number)
+        places[layer] = ((1 + number // layers, number % layers) if in_window else (0, number),)
     if sorted(places) != list(range(len(places))) or len(places) != len(pairs) + len(windows):
         raise IdentityError("the pool of windows does not hold the model's layers from the first on")
     parts = tuple(PoolPart(cut, _shape(cut, page)) for cut in cuts)
     listed = tuple(places[layer] for layer in sorted(places))
-    return KVPools(pairs, "full", _dtype(full), page, shape, (0, len(listed)), parts, listed, window)
+    return KVPools(
+        pairs, "full", _dtype(full), page, shape, (0, len(listed)), parts, places=listed, window=window
+    )  # fmt: skip
 
 
 def _pairs_of(device_pool: Any) -> tuple[tuple[Any, ...], ...]:

@@ -10,6 +10,8 @@ MISREADS_WINDOWS = ("torch_native",)
 """Attention of sglang 0.5.23 that writes the KV of a window's layers where its pool of windows has it, and reads it at
 the indices of the full pool: what it computes is wrong, whatever cache there is."""
 
+_PLAIN_ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
+
 _BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
@@ -19,11 +21,40 @@ def refuse(params: Any) -> None:
         raise IdentityError(
             "the KV of a draft model is not kept; start without speculative decoding, or without kvtier"
         )
-    if getattr(getattr(params, "req_to_token_pool", None), "mamba_pool", None) is not None:
-        raise IdentityError(
-            "requests keep states beside their KV (Mamba, linear attention), which kvtier does not, and a prefix "
-            "without them would be wrong: start this engine without kvtier"
-        )
+    requests, device_pool = getattr(params, "req_to_token_pool", None), params.token_to_kv_pool_allocator.get_kvcache()
+    if getattr(requests, "mamba_pool", None) is not None:
+        _refuse_states(params, requests, device_pool)
+
+
+def _refuse_states(params: Any, requests: Any, device_pool: Any) -> None:
+    """Raises IdentityError for states that lie elsewhere than in slots of a pool of their own, which tree and requests
+    have in common."""
+    allocator, table = type(params.token_to_kv_pool_allocator).__name__, type(requests).__name__
+    reasons = {
+        f"the device pool is a {type(device_pool).__name__}": type(device_pool).__name__ != "HybridLinearKVPool",
+        "the device pool has another pool of states": getattr(device_pool, "mamba_pool", None)
+        is not requests.mamba_pool,
+        f"requests are in a {table}": table != "HybridReqToTokenPool",
+        f"an allocator of the kind {allocator}": allocator not in _PLAIN_ALLOCATORS,
+        "the tree keeps them as int8": getattr(requests, "mamba_ckpt_pool", None) is not None,
+        "a draft has some of its own": bool(getattr(params, "mtp_draft_mamba_pools", ())),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise IdentityError(
+                f"requests keep states beside their KV (Mamba, linear attention), and {reason}: kvtier does not serve "
+                "that, and a prefix without them would be wrong; start this engine without that, or without kvtier"
+            )
+
+
+def grid_of(params: Any) -> int:
+    """Tokens that a state's place is a multiple of where the extra buffer of a tree is asked to track one; without it,
+    any page's end."""
+    if not params.enable_mamba_extra_buffer:
+        return int(params.page_size)
+    from sglang.srt.runtime_context import mamba_checkpoint_grid
+
+    return int(mamba_checkpoint_grid(params.page_size))
 
 
 def window_of(server: Any, params: Any) -> int:

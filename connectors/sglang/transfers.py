@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+PAGES, WINDOWS, STATES = "kv", "swa", "mamba"
+"""SGLang's PoolName of the layers of full attention, of windows and of states."""
+
 
 def of_pool(transfers: Sequence[Any], name: Any) -> Any:
     """The transfer of a pool. Raises StopIteration where there is none."""

@@ -226,6 +226,31 @@ def windowed_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def recurrent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Granite 4: three layers of Mamba 2 beside two of full attention. Their states forget slowly."""
+    import torch
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    torch.manual_seed(0)
+    config = GraniteMoeHybridConfig(
+        vocab_size=1024, hidden_size=128, intermediate_size=256, num_hidden_layers=5, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        initializer_range=0.15, num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=256,
+        position_embedding_type="nope", tie_word_embeddings=False, attention_multiplier=0.177, mamba_n_heads=8,
+        mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1, mamba_d_conv=4, mamba_expand=2, mamba_chunk_size=32,
+        layer_types=["mamba", "mamba", "attention", "mamba", "attention"],
+    )  # fmt: skip
+    made = GraniteMoeHybridForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for name, values in made.named_parameters():
+            if name.endswith("A_log"):
+                values.fill_(-6.0)
+    folder = tmp_path_factory.mktemp("granite")
+    made.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Gemma 3, whose windows SGLang keeps whole, in the one pool."""
     import torch

@@ -16,25 +16,11 @@ from tests.connectors.sglang.support.linker_bench import (  # noqa: E402  (needs
     mha,
     mla,
     pool,
+    states,
     windows,
 )
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
-
-
-def hybrid_requests() -> Any:
-    """SGLang's own table of requests whose layers 0 and 2 are of Mamba 2."""
-    from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
-    from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
-
-    shape = Mamba2StateShape.create(
-        tp_world_size=1, intermediate_size=64, n_groups=1, num_heads=4, head_dim=16, state_size=8, conv_kernel=4
-    )
-    return HybridReqToTokenPool(
-        size=4, mamba_size=8, mamba_spec_state_size=0, max_context_len=128, device="cpu", enable_memory_saver=False,
-        cache_params=Mamba2CacheParams(shape=shape, layers=[0, 2]), mamba_layer_ids=[0, 2],
-        enable_mamba_extra_buffer=False,
-    )  # fmt: skip
 
 
 def test_a_block_is_a_page_of_all_layers() -> None:
@@ -52,23 +38,116 @@ def test_hybrid_state_is_refused(kinds: tuple[Kind, ...]) -> None:
 
 
 def test_sglangs_pools_of_windows_and_states_are_refused_by_themselves() -> None:
-    """Also where the tree is said to keep full attention alone."""
-    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
-
+    """Also where the tree is said to keep full attention alone, or both."""
     from kvtier.errors import IdentityError
 
-    given = {"page_size": PAGE, "dtype": torch.float32, "head_num": 2, "head_dim": 32, "device": "cpu"}
-    states = HybridLinearKVPool(
-        size=PAGE * 8, full_attention_layer_ids=[1, 3], mamba_pool=hybrid_requests().mamba_pool, **given
-    )
-    for device_pool, kinds in ((windows(), (Kind.SWA,)), (states, (Kind.MAMBA,)), (windows(), (Kind.SWA, Kind.MAMBA))):
+    device, _ = states()
+    for device_pool, kind in ((windows(), Kind.SWA), (device, Kind.MAMBA)):
         with pytest.raises(IdentityError, match=type(device_pool).__name__):
             pool(device_pool)
-        if kinds != (Kind.SWA,):
-            with pytest.raises(IdentityError, match=kinds[-1].name):
-                pool(device_pool, PAGE, Kind.FULL, *kinds)
-        with pytest.raises(IdentityError, match=kinds[0].name):
-            pool(device_pool, PAGE, *kinds)
+        with pytest.raises(IdentityError, match=kind.name):
+            pool(device_pool, PAGE, kind)
+        with pytest.raises(IdentityError, match="SWA"):
+            pool(device_pool, PAGE, Kind.FULL, Kind.SWA, Kind.MAMBA)
+    for device_pool, other in ((windows(), Kind.MAMBA), (device, Kind.SWA)):
+        with pytest.raises(IdentityError, match=other.name):
+            pool(device_pool, PAGE, Kind.FULL, other)
+
+
+def test_a_state_is_cut_into_blocks_of_full_attention() -> None:
+    """Two layers, 480 bytes of a convolution and 2048 of a state each; a token of full attention has 1024."""
+    layer = 2 * 2 * 32 * 4
+    for page, cuts in (
+        (16, [(2, 480, 1), (2, 2048, 1)]),
+        (4, [(2, 480, 1), (2, 2048, 1)]),
+        (1, [(2, 480, 1), (1, 1024, 2)]),
+    ):
+        kept = pool(states(page)[0], page, Kind.FULL, Kind.MAMBA)
+        assert kept.block_bytes == 2 * page * layer
+        assert [(part.shape.layers, part.shape.row_bytes, part.cuts) for part in kept.states] == cuts
+        assert all(part.shape.block_bytes <= kept.block_bytes for part in kept.states)
+    assert [kept.place(at) for at in range(4)] == [((1, None), (2, None)), ((0, 0),), ((1, None), (2, None)), ((0, 1),)]
+    assert (kept.layers, kept.depth) == ((0, 4), 4)
+
+
+@pytest.mark.parametrize("page", [1, 2, 16])
+def test_the_blocks_of_all_states_are_the_whole_pool(page: int) -> None:
+    """Each byte of each slot lies in one block of that slot, at the address that a copy takes it from."""
+    kept = pool(states(page)[0], page, Kind.FULL, Kind.MAMBA)
+    for part in kept.states:
+        seen, paged = [], part.pages()
+        for slot in range(part.tensor.shape[1]):
+            assert len(part.blocks(slot)) == part.count
+            for block in part.blocks(slot):
+                rows = [int(base) + block * paged.stride for base in paged.bases[:, 0]]
+                assert rows == [row.data_ptr() for row in part.piece(block)]
+                seen += [(row - part.tensor.data_ptr(), slot) for row in rows]
+        size, slots = part.shape.row_bytes, part.tensor.shape[1]
+        assert sorted(start for start, _ in seen) == list(range(0, part.tensor.nbytes, size))
+        assert all(start // (size * part.cuts) % slots == slot for start, slot in seen)
+
+
+def test_a_layer_may_have_both_pages_and_a_state() -> None:
+    device, _ = states()
+    device.full_attention_layer_id_mapping = {0: 0, 5: 1}
+    kept = pool(device, PAGE, Kind.FULL, Kind.MAMBA)
+    beside = ((1, None), (2, None))
+    assert [kept.place(at) for at in range(6)] == [((0, 0), *beside), (), beside, (), (), ((0, 1),)]
+
+
+def test_how_states_are_kept_is_part_of_the_namespace() -> None:
+    device, requests = states()
+    groups = {pool(device, PAGE, Kind.FULL, Kind.MAMBA).group, pool(mha()).group}
+    requests.mamba_pool.mamba_layer_ids = [0, 1]
+    groups.add(pool(device, PAGE, Kind.FULL, Kind.MAMBA).group)
+    requests.mamba_pool.mamba_layer_ids = [0, 2]
+    cache = requests.mamba_pool.mamba_cache
+    for name, other in (("temporal", cache.temporal.half()), ("temporal", cache.temporal.flatten(2, 3)),
+                        ("conv", [cache.conv[0].float()])):  # fmt: skip
+        was = getattr(cache, name)
+        object.__setattr__(cache, name, other)
+        groups.add(pool(device, PAGE, Kind.FULL, Kind.MAMBA).group)
+        object.__setattr__(cache, name, was)
+    assert len(groups) == 6
+    assert pool(device, PAGE, Kind.FULL, Kind.MAMBA).group in groups
+
+
+def test_pools_of_states_that_would_lose_a_part_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from kvtier.connectors.sglang import state_pool
+    from kvtier.errors import IdentityError
+
+    class OtherPool:
+        pass
+
+    def changed(**fields: Any) -> Any:
+        device, requests = states()
+        for name, value in fields.items():
+            setattr(requests.mamba_pool, name, value)
+        return device
+
+    cache = states()[1].mamba_pool.mamba_cache
+    strided = type(cache)(conv=cache.conv, temporal=cache.temporal.transpose(-1, -2))
+    other, scaled, without = changed(), changed(), changed()
+    other.mamba_pool = OtherPool()
+    other.mamba_pool.mamba_cache = cache
+    scaled.full_kv_pool.k_scale_buffer = [torch.zeros(1)]
+    without.full_kv_pool.k_buffer = without.full_kv_pool.v_buffer = []
+    for broken, word in (
+        (changed(_slot_siblings=[object()]), "side states"), (changed(replayssm_write_pos=torch.zeros(1)), "ReplaySSM"),
+        (changed(mamba_cache=SimpleNamespace(conv=cache.conv, temporal=cache.temporal)), "drafts"),
+        (changed(mamba_cache=strided), "strided"), (other, "MambaPool"), (scaled, "scales"),
+        (without, "full attention"),
+    ):  # fmt: skip
+        with pytest.raises(IdentityError, match=word):
+            pool(broken, PAGE, Kind.FULL, Kind.MAMBA)
+    for most, word in ((1, "takes 2 blocks"), (0, "takes")):
+        monkeypatch.setattr(state_pool, "STATE_BLOCKS_MAX", most)
+        with pytest.raises(IdentityError, match=word):
+            pool(states()[0], PAGE, Kind.FULL, Kind.MAMBA)
+    with pytest.raises(IdentityError, match="takes more blocks"):
+        pool(states(1)[0], 1, Kind.FULL, Kind.MAMBA)
 
 
 def test_a_page_of_windows_is_cut_into_blocks_of_full_attention() -> None:
@@ -76,7 +155,7 @@ def test_a_page_of_windows_is_cut_into_blocks_of_full_attention() -> None:
     kept = pool(windows("SSFSF"), PAGE, Kind.FULL, Kind.SWA)
     layer = 2 * PAGE * 2 * 32 * 4
     assert [part.shape.block_bytes for part in kept.parts] == [2 * layer, 2 * layer, layer]
-    assert [kept.place(at) for at in range(5)] == [(1, 0), (1, 1), (0, 0), (2, 0), (0, 1)]
+    assert [kept.place(at) for at in range(5)] == [((1, 0),), ((1, 1),), ((0, 0),), ((2, 0),), ((0, 1),)]
     assert (kept.layers, kept.depth, kept.block_bytes) == ((0, 5), 5, 2 * layer)
     assert [place_of(block_of(part, 7)) for part in (0, 2)] == [(0, 7), (2, 7)] and block_of(0, 7) == 7
 
@@ -161,19 +240,42 @@ def test_attention_that_reads_windows_elsewhere_is_refused(name: str) -> None:
     assert window_of(SimpleNamespace(**{name: "torch_native"}), plain) == 0
 
 
-def test_requests_that_keep_states_are_refused_whatever_the_device_pool_is() -> None:
+def test_requests_that_keep_states_elsewhere_are_refused() -> None:
     from types import SimpleNamespace
 
     from kvtier.connectors.sglang.refusals import refuse
     from kvtier.errors import IdentityError
 
-    params = SimpleNamespace(
-        is_eagle=False, mtp_draft_device_pools=(), sidecar_draft_device_pools=(), req_to_token_pool=object()
-    )
-    refuse(params)
-    params.req_to_token_pool = hybrid_requests()
-    with pytest.raises(IdentityError, match="states beside their KV"):
-        refuse(params)
+    class TokenToKVPoolAllocator:
+        def __init__(self, pool: Any) -> None:
+            self.get_kvcache = lambda: pool
+
+    class OtherAllocator(TokenToKVPoolAllocator):
+        pass
+
+    class OtherTable:
+        pass
+
+    device, requests = states()
+    other, quantized = OtherTable(), states()
+    other.mamba_pool, quantized[1].mamba_ckpt_pool = requests.mamba_pool, object()  # type: ignore[attr-defined]
+    good = {
+        "is_eagle": False, "mtp_draft_device_pools": (), "sidecar_draft_device_pools": (), "mtp_draft_mamba_pools": (),
+        "token_to_kv_pool_allocator": TokenToKVPoolAllocator(device), "req_to_token_pool": requests,
+    }  # fmt: skip
+    refuse(SimpleNamespace(**good))
+    plain = {**good, "token_to_kv_pool_allocator": TokenToKVPoolAllocator(mha())}
+    refuse(SimpleNamespace(**{**plain, "req_to_token_pool": object()}))
+    for changed, word in (
+        (plain, "MHATokenToKVPool"), ({"req_to_token_pool": states()[1]}, "another pool"),
+        ({"req_to_token_pool": other}, "OtherTable"),
+        ({"token_to_kv_pool_allocator": OtherAllocator(device)}, "OtherAllocator"),
+        ({**good, "token_to_kv_pool_allocator": TokenToKVPoolAllocator(quantized[0]),
+          "req_to_token_pool": quantized[1]}, "int8"),
+        ({"mtp_draft_mamba_pools": (object(),)}, "draft"),
+    ):  # fmt: skip
+        with pytest.raises(IdentityError, match=f"states beside their KV.*{word}"):
+            refuse(SimpleNamespace(**{**good, **changed}))
 
 
 def test_pools_that_would_lose_a_part_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

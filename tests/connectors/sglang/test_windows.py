@@ -194,7 +194,7 @@ def test_a_boundary_that_has_lost_a_block_is_none(windowed: Any) -> None:
     store(b, keys)
     assert found(b, "r", keys) == [8]
     host = b.linker._pages.cache.manager.host
-    lost = b.linker._windows.keys(b.chain(keys), 8)[-1]
+    lost = b.linker._beside.keys(b.chain(keys), 8)[-1]
     assert b.linker._pages.cache.flush(20).pending == 0
     assert sum(host.drop_where(lambda number: host.index.table.keys[number] == lost)) == 1
     assert not load(b, "r", keys, list(range(21, 29)), [1, 3, 5, 7]), "found before, and gone since"
@@ -221,7 +221,7 @@ def test_a_freed_page_of_one_token_is_none(windowed: Any) -> None:
         table[freed] = 0
         rule = Windows(group, 1, lambda slots, table=table: table[slots])
         at_end = end(8)._replace(end=8)
-        kept = rule.boundary(chain, uniform(Terms("some")), at_end, lambda: torch.arange(8))
+        kept = rule.boundary(chain, uniform(Terms("some")), at_end, lambda: torch.arange(8), ())
         assert (kept is not None) == whole, freed
 
 
@@ -256,7 +256,7 @@ def test_bytes_of_other_blocks_are_not_stored_behind_a_part_with_fewer_layers(wi
         (piece,) = arena.pieces(number)
         piece[:] = b"\xaa" * len(piece)
     store(b, keys)
-    names = b.linker._windows.keys(b.chain(keys), 8)
+    names = b.linker._beside.keys(b.chain(keys), 8)
     for place, name in enumerate(names):
         rest = bytes(index.get(name).pieces[0][used : b.pool.block_bytes])
         assert (rest == bytes(len(rest))) == (place >= PAGES)
@@ -278,7 +278,7 @@ def test_a_request_in_the_queue_looks_for_its_boundary_once(windowed: Any, monke
     store(b, keys)
     other, looks = [*keys[:6], *keys_of(4, seed=2)], []
     assert eventually(lambda: not (b.lengths("r", other) or b.linker._requests.of("r").waits))
-    rule = type(b.linker._windows)
+    rule = type(b.linker._beside)
     holds = rule.holds
     monkeypatch.setattr(rule, "holds", lambda *given: looks.append(given[-1]) or holds(*given))
     assert [b.lengths("r", other) for _ in range(5)] == [[]] * 5 and looks == []
@@ -303,7 +303,7 @@ def test_what_lies_on_disk_is_promoted_with_its_window(windowed: Any) -> None:
 
 
 def test_boundaries_in_the_middle_of_prompts_cost_a_quarter_of_the_chain_at_most(windowed: Any) -> None:
-    rule = windowed().linker._windows
+    rule = windowed().linker._beside
     for step in (1, 3, 7, 32, 100):
         depth = blocks = 0
         while depth < 4000:

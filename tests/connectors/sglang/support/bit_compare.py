@@ -14,6 +14,7 @@ from typing import Any
 import xxhash
 
 from kvtier.connectors.sglang.pool import place_of
+from kvtier.connectors.sglang.state_pool import StatePart
 from kvtier.identity.keys import NAME_BYTES
 
 _RECORD_BYTES = NAME_BYTES + 16
@@ -61,10 +62,13 @@ class Witness:
             self._computed.setdefault(name, set()).add(digest)
 
     def _digest(self, block: int) -> bytes:
-        part, page = place_of(block)
+        number, page = place_of(block)
+        part = self._pool.parts[number]
+        if isinstance(part, StatePart):
+            return xxhash.xxh3_128(part.piece(page).contiguous().numpy()).digest()
         rows = slice(page * self._pool.page, (page + 1) * self._pool.page)
         digest = xxhash.xxh3_128()
-        for layer in self._pool.parts[part].tensors:
+        for layer in part.tensors:
             for tensor in layer:
                 digest.update(tensor[rows].contiguous().numpy())
         return digest.digest()

@@ -10,6 +10,7 @@ LONG = "test_engine_long.py"
 IDENTITY = "test_identity.py"
 POOL = "test_pool.py"
 WINDOWS = "test_engine_windows"
+STATES = "test_engine_states"
 
 
 class Row(NamedTuple):
@@ -53,12 +54,18 @@ ROWS = (
         f"{POOL}::test_attention_that_reads_windows_elsewhere_is_refused"),
     Row("windows of latent attention, scaled or of another dtype, or much larger than the full layers", _PART,
         f"{POOL}::test_pools_of_windows_that_would_lose_a_part_are_refused"),
-    Row("windows alone, Mamba, linear attention, other hybrid models", _STATE,
+    Row("states of Mamba and linear attention, beside full attention (Granite 4, Qwen3-Next)", WORKS,
+        f"{STATES}.py::test_a_prompt_comes_back_as_the_engines_own_hit"),
+    Row("such states with pages of 1, 16, 64", WORKS,
+        "test_states.py::test_states_are_cut_into_blocks_of_any_page"),
+    Row("such states kept as int8, of drafts, in unified or page-major memory, with ReplaySSM, or with side states",
+        _PART, f"{POOL}::test_pools_of_states_that_would_lose_a_part_are_refused"),
+    Row("requests with states elsewhere than in such a pool", _STATE,
+        f"{POOL}::test_requests_that_keep_states_elsewhere_are_refused"),
+    Row("windows alone, windows and states in one model, other hybrid models", _STATE,
         f"{POOL}::test_hybrid_state_is_refused"),
     Row("SGLang's pools of windows and of linear attention where its tree is of other kinds", _STATE,
         f"{POOL}::test_sglangs_pools_of_windows_and_states_are_refused_by_themselves"),
-    Row("requests with states beside plain KV", _STATE,
-        f"{POOL}::test_requests_that_keep_states_are_refused_whatever_the_device_pool_is"),
     Row("index caches (DSA)", _PART, _POOLS),
     Row("KV scales per token", _PART, _POOLS),
     Row("HND pools (`SGLANG_USE_HND_KVCACHE`)", "refused: unset it", _POOLS),

@@ -19,7 +19,13 @@ HERE = str(Path(__file__).resolve().parent)
 sys.path.insert(0, HERE)
 os.environ["PYTHONPATH"] = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
-for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("HF_HUB_OFFLINE", "1"), ("TORCHDYNAMO_DISABLE", "1")):
+_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",  # where the models are float32, SGLang tracks a state with no other
+}
+for name, value in _ENVIRONMENT.items():
     os.environ.setdefault(name, value)
 
 from kvtier.testing import sglang_cpu  # noqa: E402
@@ -142,6 +148,9 @@ def main() -> None:
 
     if "COVERAGE_PROCESS_CONFIG" in os.environ:
         let_them_save()
+    from state_kernels import allow_tracking  # beside this file
+
+    allow_tracking()
     engine = sglang.Engine(**{**DEFAULTS, **json.loads(sys.argv[1])})
     say("ready")
     for line in orders:

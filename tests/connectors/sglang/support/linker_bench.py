@@ -42,6 +42,27 @@ def windows(layers: str = "SFSF", **changed: Any) -> Any:
     )  # fmt: skip
 
 
+def states(page: int = PAGE, slots: int = 8, latent: bool = False, tracks: bool = False) -> tuple[Any, Any]:
+    """SGLang's pool of full attention (layers 1 and 3) beside states (0 and 2), and its table of requests."""
+    from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool
+
+    shape = Mamba2StateShape.create(
+        tp_world_size=1, intermediate_size=64, n_groups=1, num_heads=4, head_dim=16, state_size=8, conv_kernel=4
+    )
+    requests = HybridReqToTokenPool(
+        size=4, mamba_size=slots, mamba_spec_state_size=0, max_context_len=128, device="cpu",
+        enable_memory_saver=False, cache_params=Mamba2CacheParams(shape=shape, layers=[0, 2]), mamba_layer_ids=[0, 2],
+        enable_mamba_extra_buffer=tracks,
+    )  # fmt: skip
+    more = {"use_mla": True, "kv_lora_rank": 48, "qk_rope_head_dim": 16} if latent else {}
+    pool = HybridLinearKVPool(
+        size=PAGE * PAGES, page_size=page, dtype=torch.float32, head_num=2, head_dim=32, device="cpu",
+        full_attention_layer_ids=[1, 3], mamba_pool=requests.mamba_pool, **more,
+    )  # fmt: skip
+    return pool, requests
+
+
 def mla(**changed: Any) -> Any:
     from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
 
@@ -70,27 +91,29 @@ class Bench:
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, folder: Path, page: int = PAGE, g2: str = "4MiB", more: Any = None,
-        device: Any = None, kinds: tuple[Kind, ...] = (Kind.FULL,), **config: Any,
+        device: Any = None, kinds: tuple[Kind, ...] = (Kind.FULL,), requests: Any = None, grid: int = 0, **config: Any,
     ) -> None:  # fmt: skip
         from kvtier.connectors.sglang import linker as module
         from kvtier.testing import sample_namespace
 
-        self.device, self.page = device or mha(page), page
+        self.device, self.page, self.requests = device or mha(page), page, requests
         self.refusals = 0  # votes of another rank, to come
         kept = self.pool = pool(self.device, page, *kinds)
-        for tensor in (tensor for part in kept.parts for layer in part.tensors for tensor in layer):
+        for tensor in (*(one for part in (kept, *kept.beside) for layer in part.tensors for one in layer),
+                       *(part.tensor for part in kept.states)):  # fmt: skip
             tensor.copy_(torch.randn(tensor.shape))
         namespace = sample_namespace(kept.block_bytes, block_tokens=page, dtype="float32")
         monkeypatch.setattr(module, "namespace_of_rank", lambda *_: namespace)
         self.window_of: dict[int, int] = {}  # pages of windows by pages of the full pool
         self.window_shift = 0  # of their slots
-        allocator = SimpleNamespace(
-            get_kvcache=lambda: self.device, translate_swa_indices_for_transfer=self.window_slots
-        )
+        allocator = type("TokenToKVPoolAllocator", (), {})()
+        allocator.get_kvcache = lambda: self.device
+        allocator.translate_swa_indices_for_transfer = self.window_slots
         params = SimpleNamespace(
             token_to_kv_pool_allocator=allocator, page_size=page, is_eagle=False, mtp_draft_device_pools=(),
-            sidecar_draft_device_pools=(),
+            sidecar_draft_device_pools=(), req_to_token_pool=requests, enable_mamba_extra_buffer=grid > 0,
         )  # fmt: skip
+        monkeypatch.setattr(module, "grid_of", lambda _: grid or page)
         monkeypatch.setattr(module, "window_of", lambda *_: WINDOW - 1 if Kind.SWA in kinds else 0)
         tiers = {"g2": {"capacity": g2}, "g3": {"path": str(folder), "capacity": "64MiB"}}
         extra = {"kvtier_config": {"version": 1, "tiers": tiers, **config}, **(more or {})}
@@ -130,13 +153,26 @@ class Bench:
         policy = PoolHitPolicy.TRAILING_PAGES
         return PoolTransfer(name=PoolName.SWA, keys=keys, device_indices=self.slots(pages), hit_policy=policy)
 
+    def state(self, key: str, slot: int) -> Any:
+        from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+
+        policy = PoolHitPolicy.TRAILING_PAGES
+        return PoolTransfer(name=PoolName.MAMBA, keys=[key], device_indices=torch.tensor([slot]), hit_policy=policy)
+
+    def state_of(self, slot: int) -> bytes:
+        """The bytes of a slot of the pool of states."""
+        cache = self.device.mamba_pool.mamba_cache
+        return b"".join(one[:, slot].contiguous().view(torch.uint8).numpy().tobytes()
+                        for one in (*cache.conv, cache.temporal))  # fmt: skip
+
     def offload(
         self, keys: list[str], pages: list[int], head: list[str] | None = None, checkpoint: Any = None,
-        path: list[int] | None = None, **req: Any,
+        path: list[int] | None = None, state: int | None = None, **req: Any,
     ) -> bool:  # fmt: skip
         self.linker.offloads_for(self.req("o", **req), *([checkpoint] if checkpoint is not None else []))
         self.linker.before_offload(head or [], None if path is None else lambda: self.slots(path))
-        queued: bool = self.linker.offload(self.transfer(keys, pages))
+        more = [] if state is None else [self.state(keys[-1], state)]
+        queued: bool = self.linker.offload([*self.transfer(keys, pages), *more])
         self.linker.offloads_for(None)
         return queued
 

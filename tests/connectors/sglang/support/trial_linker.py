@@ -14,6 +14,7 @@ from typing import Any
 
 from bit_compare import Witness  # beside this file
 from sglang.srt.mem_cache.utils import storage_namespace_seed
+from state_kernels import mend as mend_states
 from window_attention import mend
 
 import kvtier
@@ -23,6 +24,7 @@ from kvtier.connectors.sglang import KVTierLinker, adapters
 from kvtier.connectors.sglang.copies import PageCopies
 from kvtier.connectors.sglang.identity import process_number
 from kvtier.connectors.sglang.page_names import page_hashes
+from kvtier.connectors.sglang.pool import place_of
 from kvtier.identity.keys import SHARED, BlockKey
 from kvtier.identity.namespace import Namespace
 from kvtier.manager.build import lower_tiers
@@ -37,16 +39,19 @@ class TrialLinker(KVTierLinker):
 
     def __init__(self, *arguments: Any, extra_config: dict[str, Any], **named: Any) -> None:
         mend()
+        mend_states()
         port, witness = int(extra_config.pop("control")), extra_config.pop("witness")
         self._can_fail = extra_config.pop("can_fail", True)
         self._witness_file = witness
         self._witness: Witness | None = None
         self._loading: dict[str, list[bytes]] = {}  # names of the blocks that a request waits for
-        self._flying: dict[int, list[tuple[list[bytes], Sequence[int]]]] = {}
+        self._flying: dict[int, list[tuple[list[bytes], list[int]]]] = {}
         self._faulty: dict[str, FaultyTier] = {}
         self._scramble: bool | str = False
         self._refuse = self._lose = False
         super().__init__(*arguments, extra_config=extra_config, **named)
+        if self._pool.states:
+            self._look_at_states()
         self._listen(port + process_number())
 
     def open_cache(self, namespace: Namespace) -> kvtier.Cache:
@@ -72,6 +77,25 @@ class TrialLinker(KVTierLinker):
 
         pages.offload = watched
         return pages
+
+    def _look_at_states(self) -> None:
+        """A request's forward changes the state that was loaded for it: the witness sees it when the first layer of
+        states comes to wait for its own, before it runs."""
+        ordered = self.layer_done_counter.on_layer_ready
+        first = next(layer for layer in range(self._pool.depth) if (1, None) in self._pool.place(layer))
+
+        def ready(index: int, layer: int) -> None:
+            ordered(index, layer)
+            for names, blocks in self._flying.get(index, ()) if layer == first else ():
+                loaded = [pair for pair in zip(names, blocks, strict=True) if place_of(pair[1])[0]]
+                for pair in loaded:
+                    names.remove(pair[0])
+                    blocks.remove(pair[1])
+                if loaded:
+                    assert self._witness is not None
+                    self._witness.restored(*zip(*loaded, strict=True))
+
+        self.layer_done_counter.on_layer_ready = ready
 
     # ── orders, on a thread of their own ────────────────────────────────────────────────────────────────────
 
@@ -104,8 +128,8 @@ class TrialLinker(KVTierLinker):
         lose: bool = False,
     ) -> None:  # fmt: skip
         """From now on: `faults[tier]` are [verb, kind, rate, times, seconds]; `scramble` damages bytes between their
-        check and the device ("chain" or "window": only those), `refuse` refuses loads, `lose` lets loads fail after
-        their start."""
+        check and the device ("chain" or "window", which is states, too: only those), `refuse` refuses loads, `lose`
+        lets loads fail after their start."""
         for name, tier in self._faulty.items():
             tier.faults = [Fault(*fault) for fault in (faults or {}).get(name, [])]
         self._scramble, self._refuse, self._lose = scramble, refuse, lose
@@ -135,16 +159,16 @@ class TrialLinker(KVTierLinker):
         return engine_keys(SHARED, page_hashes(b"", tokens, self._pool.page))
 
     def do_boundaries(self, tokens: list[int]) -> list[int]:
-        """Depths of a prompt whose windows' blocks are all in G2."""
+        """Depths of a prompt at which all blocks of windows or states are in G2."""
         chain, manager = self._chain(tokens), self._cache.manager
-        return [depth for depth in range(1, len(chain) + 1) if self._windows.holds(manager, chain, depth)]
+        return [depth for depth in range(1, len(chain) + 1) if self._beside.holds(manager, chain, depth)]
 
     def _some(self, tokens: list[int], depth: int, group: str) -> list[BlockKey]:
-        """Of the windows' blocks at a depth of a prompt all ("windows") or the last, or the chain's block there
-        ("full")."""
+        """Of the blocks of windows or states at a depth of a prompt all ("windows") or the last, or the chain's block
+        there ("full")."""
         chain = self._chain(tokens)
-        windows = self._windows.keys(chain, depth)
-        return {"full": [chain[depth - 1]], "windows": windows, "last": windows[-1:]}[group]
+        beside = self._beside.keys(chain, depth)
+        return {"full": [chain[depth - 1]], "windows": beside, "last": beside[-1:]}[group]
 
     def do_drop(self, tokens: list[int], depth: int, group: str) -> int:
         """Evict blocks of one group from every tier. Returns how many copies there were."""

@@ -1,4 +1,4 @@
-"""Requests of a model with windows: promoted and given back up to a boundary, with what it needs of the windows."""
+"""Requests of a model with windows or states: promoted and given back up to a boundary, with what it needs of them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from kvtier.cache import Cache
 from kvtier.connectors.boundaries import promote_boundary
 from kvtier.connectors.promoted import Promoted
+from kvtier.connectors.sglang.beside import Beside
 from kvtier.connectors.sglang.requests import QueuedRequest, QueuedRequests
-from kvtier.connectors.sglang.windows import Windows
 
 
-class WindowedRequests(QueuedRequests):
+class BoundaryRequests(QueuedRequests):
     """See the module."""
 
-    def __init__(self, windows: Windows, alone: bool, *arguments: Any) -> None:
+    def __init__(self, beside: Beside, alone: bool, *arguments: Any) -> None:
         """`alone`: no other rank must have the same boundaries, so the longest is all that is asked for."""
         super().__init__(*arguments)
-        self._windows = windows
+        self._beside = beside
         self._alone = alone
 
     def restorable(self, queued: QueuedRequest, cache: Cache) -> list[int]:
@@ -29,20 +29,20 @@ class WindowedRequests(QueuedRequests):
         queued.known = max(stop, queued.promoted.matched) if queued.reads else 0
         if queued.waits:
             return []
-        looked, holds = (start, stop, queued.promoted.done), partial(self._windows.holds, cache.manager, queued.chain)
+        looked, holds = (start, stop, queued.promoted.done), partial(self._beside.holds, cache.manager, queued.chain)
         if looked != queued.looked or not all(map(holds, queued.boundaries)):
-            found = self._windows.boundaries(cache.manager, queued.chain, start, stop)
+            found = self._beside.boundaries(cache.manager, queued.chain, start, stop)
             queued.looked, queued.boundaries = looked, tuple(islice(found, 1 if self._alone else None))[::-1]
         return [depth - start for depth in queued.boundaries]
 
     def _is_whole(self, queued: QueuedRequest, found: int, cache: Cache) -> bool:
         depth = queued.start + found
-        return super()._is_whole(queued, found, cache) and self._windows.holds(cache.manager, queued.chain, depth)
+        return super()._is_whole(queued, found, cache) and self._beside.holds(cache.manager, queued.chain, depth)
 
     def _promote(self, queued: QueuedRequest, cache: Cache) -> Promoted:
-        chain, windows = queued.chain, self._windows
+        chain, beside = queued.chain, self._beside
         promoted = Promoted(start=queued.start)
-        ends = partial(windows.first, chain), partial(windows.keys, chain)
-        work = promote_boundary(cache.manager, chain, *ends, queued.until_s, promoted)
+        ends = partial(beside.first, chain), partial(beside.keys, chain)
+        work = promote_boundary(cache.manager, chain, *ends, queued.until_s, promoted, beside.step)
         promoted.future = cache.submit(work)
         return promoted
