@@ -87,10 +87,9 @@ def gc(paths: Paths, resize: Resize = None, dry_run: DryRun = False, yes: Yes = 
         confirm(f"A capacity of {resize} deletes {cut:,} of {held['blocks']:,} blocks. Resize {paths[0]}?")
     if not dry_run:
         with looking_after(paths, clock, capacity=capacity) as store:
-            left = store.inspect()["blocks"]
-            counts, before = store.gc(), held["blocks"]
+            cut = store.shrink()
+            counts = store.gc()
             held = store.inspect()
-        cut = max(0, before - left) if capacity is not None else 0  # alone in the store: nobody else deletes
     sizes = {"blocks": held["blocks"], "bytes": held["bytes"], "capacity_bytes": held["capacity_bytes"]}
     result = {**counts, "resized_away_blocks": cut, **sizes} | ({"dry_run": True} if dry_run else {})
     if json:

@@ -12,8 +12,9 @@ from kvtier.checksum import DIGEST_BYTES
 from kvtier.identity.keys import NAMESPACE_BYTES, SCOPE_BYTES
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import BUILTIN, PRIORITY
-from kvtier.tiers.disk.allocator import Geometry, promises_in
+from kvtier.tiers.disk.allocator import promises_in
 from kvtier.tiers.disk.drain import Drain
+from kvtier.tiers.disk.geometry import Geometry
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.owner import Owner
 from kvtier.tiers.disk.records import SEGMENTS, SLOT_ALIGN, Entry, NewBlock, Segment, SlotReservation, number_key

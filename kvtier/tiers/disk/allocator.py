@@ -4,6 +4,8 @@ A segment is cut into slots of one class when a class first needs it, hands out 
 back to all classes once none of its slots is used. Classes take free slots before never-used ones. A *draining* segment
 hands out no slot; once only guests (`kvtier.tiers.disk.guests`) use it, it goes to the class that it was promised to.
 
+While a store shrinks (`kvtier.tiers.disk.shrink`), no slot beyond its capacity is handed out.
+
     meta key, after the "m"                        value
     "unfilled" ‖ class (u32 be) ‖ segment (u32 be) empty: has never-used slots, and is not the one that the class fills
     "draining" ‖ segment (u32 be)                  Promise
@@ -12,14 +14,14 @@ hands out no slot; once only guests (`kvtier.tiers.disk.guests`) use it, it goes
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from kvtier.tiers.disk.bad_places import BadPlace, BadPlaces
 from kvtier.tiers.disk.demand import Demand
 from kvtier.tiers.disk.extents import common, extent_of_slots
+from kvtier.tiers.disk.geometry import Geometry
 from kvtier.tiers.disk.guests import Guests, Held, extent_of
 from kvtier.tiers.disk.records import (
     FILL,
@@ -44,44 +46,13 @@ from kvtier.tiers.disk.records import (
 
 UNFILLED_KEY, DRAINING_KEY = META + b"unfilled", META + b"draining"
 FREE_ROWS_PER_TXN = 256
-"""Rows of emptied segments' free slots that one transaction deletes."""
+"""Rows of emptied segments' free slots, and slots beyond the capacity, that one transaction deletes."""
 LOOK_SLOTS, LOOKS_PER_TXN = 64, 32
 """Never-used slots that are looked at together where guests and bad places lie on them, and how often in one
 transaction."""
 
-_GEOMETRY = struct.Struct("<QQI")
 _PROMISE = struct.Struct("<IB")
 _U32 = struct.Struct(">I")
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """How a store's capacity is cut: segments of equal size, the last one shorter, dealt over the parts in turn."""
-
-    capacity: int
-    segment_bytes: int
-    parts: int
-
-    @property
-    def segments(self) -> int:
-        return -(-self.capacity // self.segment_bytes)
-
-    def size_of(self, segment: int) -> int:
-        """Length of the segment's file; the sizes of all segments add up to at most `capacity`. Pure."""
-        size = min(self.segment_bytes, self.capacity - segment * self.segment_bytes)
-        return max(0, size) // SLOT_ALIGN * SLOT_ALIGN
-
-    def slots_of(self, segment: int, slot_cls: int) -> int:
-        """How many slots of a class the segment has space for. Pure."""
-        return self.size_of(segment) // (slot_cls * SLOT_ALIGN)
-
-    def encode(self) -> bytes:
-        return _GEOMETRY.pack(self.capacity, self.segment_bytes, self.parts)
-
-    @classmethod
-    def decode(cls, raw: bytes) -> Geometry:
-        """The inverse of `encode`. Raises struct.error."""
-        return cls(*_GEOMETRY.unpack(raw))
 
 
 class Promise(NamedTuple):
@@ -132,13 +103,17 @@ class Segments:
         self._exhausted = False  # no segment is left to be given to a class
         self._rows_left = FREE_ROWS_PER_TXN
         self._looks_left = LOOKS_PER_TXN
+        self.trimmed = False
+        """Whether `trim` has taken anything back."""
         self.cut_short = False
         """Whether a class may have a never-used slot that this transaction did not come to."""
 
     def save(self) -> None:
         """Write the changed segments; `count` is the caller's to write. Hands over drained ones, in slices."""
         for number in list(self.draining):
-            if self._record(number).used <= self.guests.of(number):
+            record = self._record(number)
+            stays = record.used > 0 and self._room_in(number) == 0  # guests beyond the capacity: they leave first
+            if record.used <= self.guests.of(number) and not stays:
                 self._hand_over(number)
         for number in self._changed:
             self._txn.put(number_key(SEGMENTS, number), self._known[number].encode())
@@ -194,7 +169,8 @@ class Segments:
         if record is None or not record.slot_class or place.segment in self.draining:
             return []
         slots = place.extent.slots(record.slot_class)
-        if slots.stop > record.fresh or any(self._txn.get(reserved_key(place.segment, slot)) for slot in slots):
+        within = slots.stop <= min(record.fresh, self._room_in(place.segment))
+        if not within or any(self._txn.get(reserved_key(place.segment, slot)) for slot in slots):
             return []
         if self.guests.first_on(place.segment, extent_of_slots(slots, record.slot_class)) is not None:
             return []
@@ -203,8 +179,10 @@ class Segments:
 
     def drain(self, segment: int, slot_cls: int, promise: Promise) -> bool:
         """Hand out no more slots of a segment of `slot_cls`; once only guests use it, it is given as promised. False:
-        it is another class's by now, or draining."""
+        it is another class's by now, or draining, or beyond the capacity."""
         if segment in self.draining or segment >= self.count or self._record(segment).slot_class != slot_cls:
+            return False
+        if not self._geometry.slots_of(segment, promise.slot_class):
             return False
         self.draining[segment] = promise
         self._txn.put(DRAINING_KEY + _U32.pack(segment), _PROMISE.pack(*promise))
@@ -223,39 +201,77 @@ class Segments:
         No guest's is used again at once, even where its class has the segment again: a write of another class may have
         a reservation with the slot's number.
         """
-        if self._record(victim.segment).slot_class == victim.slot_class and not self.guests.has(victim):
+        within = self._geometry.holds(victim.slot_class, victim.segment, victim.slot)
+        own = self._record(victim.segment).slot_class == victim.slot_class
+        if within and own and not self.guests.has(victim):
             return victim.segment, victim.slot
         self.give(victim)
         return self.take(victim.slot_class)
 
     def resize(self, geometry: Geometry) -> None:
-        """Cut the segments to another capacity. No slot beyond it may be held."""
-        shrinks = geometry.capacity < self._geometry.capacity
-        for key, _ in list(rows(self._txn, FREE)) if shrinks else ():
-            free = free_slot(key)
-            if free.slot >= geometry.slots_of(free.segment, free.slot_class):
-                self._txn.delete(key)
-        for number in range(self.count):
+        """Hand out slots within another capacity. What lies beyond a smaller one is left to `trim`."""
+        first = min(self._geometry.capacity, geometry.capacity) // geometry.segment_bytes
+        self._geometry = geometry
+        for number in range(first, self.count):
             record = self._record(number)
-            slots = geometry.slots_of(number, record.slot_class) if record.slot_class else 0
-            if slots != record.slots:
-                self._set(number, record._replace(slots=slots, fresh=min(record.fresh, slots)))
+            if record.slot_class:
+                slots = max(record.slots, geometry.slots_of(number, record.slot_class))
+                if slots != record.slots:
+                    self._set(number, record._replace(slots=slots))
                 self._remember_fresh(number)
-        for number in range(geometry.segments, self.count):
-            self._forget_fresh(self._record(number).slot_class, number)
-            self._txn.delete(DRAINING_KEY + _U32.pack(number))
-            self.draining.pop(number, None)
+        self._exhausted = False
+        self._without_free.clear()
+        self._without_fresh.clear()
+        self._demand.retry()
+
+    def trim(self) -> bool:
+        """Take back slots beyond the capacity that nothing holds, from the last on, as many as one transaction should:
+        they are never-used again, and a segment of such slots is none. Whether nothing lies beyond the capacity now."""
+        first, before = self._geometry.capacity // self._geometry.segment_bytes, self._rows_left
+        clear = all(self._rows_left > 0 and self._trim(number) for number in reversed(range(first, self.count)))
+        gone = self.bad.beyond(self._geometry.size_of, first, self._rows_left + 1) if clear else []
+        for place in gone[: self._rows_left]:
+            self.bad.remove(place)
+        self.trimmed = self._rows_left < before or bool(gone)
+        return clear and len(gone) <= self._rows_left
+
+    def _trim(self, number: int) -> bool:
+        """`trim` of the last segment, or of one that only part of is within the capacity."""
+        record, room = self._record(number), self._room_in(number)
+        if number in self.draining:
+            return False
+        while record.fresh > room and self._rows_left > 0 and self._take_back(number, record.fresh - 1):
+            record = record._replace(fresh=record.fresh - 1)
+            self._rows_left -= 1
+        self._set(number, record._replace(slots=max(record.fresh, room)))
+        units = self._geometry.segment_bytes // SLOT_ALIGN
+        behind = extent_of_slots(range(self._geometry.size_of(number) // SLOT_ALIGN, units), 1)
+        if record.fresh > room or self.guests.first_on(number, behind) is not None:
+            return False
+        if record.slot_class and not room and not record.used:
+            self._forget_fresh(record.slot_class, number)
+            self._clear(number)
+        if number >= self._geometry.segments:
             self._changed.discard(number)
             self._txn.delete(number_key(SEGMENTS, number))
             self._txn.delete(number_key(SPARE, number))
-        for place in self.bad.all():
-            if place.first * SLOT_ALIGN >= geometry.size_of(place.segment):
-                self.bad.remove(place)
-        self.count = min(self.count, geometry.segments)
-        self._geometry = geometry
-        self._exhausted = False
-        self._without_fresh.clear()
-        self._demand.retry()
+            self._rows_left -= 1
+            self.count = number
+        return True
+
+    def _take_back(self, segment: int, slot: int) -> bool:
+        """Whether nothing but a bad place lies on a slot that was used; then it is not free any more."""
+        slot_cls = self._record(segment).slot_class
+        if self.guests.first_on(segment, extent_of_slots(range(slot, slot + 1), slot_cls)) is not None:
+            return False
+        if self._txn.delete(free_key(slot_cls, segment, slot)):
+            return True
+        return self.bad.spoil(segment, slot_cls, slot) and self._txn.get(reserved_key(segment, slot)) is None
+
+    def _room_in(self, number: int) -> int:
+        """How many slots of the segment may be handed out."""
+        record = self._record(number)
+        return min(record.slots, self._geometry.slots_of(number, record.slot_class)) if record.slot_class else 0
 
     def _record(self, number: int) -> Segment:
         if number not in self._known:
@@ -317,7 +333,7 @@ class Segments:
         record = self._record(segment)
         waits = segment not in self.draining and self._filling(record.slot_class) != segment
         self._without_fresh.discard(record.slot_class)
-        if record.fresh < record.slots and waits:
+        if record.fresh < self._room_in(segment) and waits:
             self._txn.put(_unfilled_prefix(record.slot_class) + _U32.pack(segment), b"")
 
     def _take_free(self, slot_cls: int) -> tuple[int, int] | None:
@@ -327,7 +343,7 @@ class Segments:
         while key is not None and (segment := free_slot(key).segment) in self.draining:
             behind = free_prefix(slot_cls, segment + 1)
             key = next((key for key, _ in rows(self._txn, number_key(FREE, slot_cls), behind)), None)
-        if key is None:
+        if key is None or not self._geometry.holds(*free_slot(key)):  # in the order of places: nor does one behind it
             self._without_free.add(slot_cls)
             return None
         self._txn.delete(key)
@@ -342,7 +358,7 @@ class Segments:
         width = 1
         while True:
             number = self._filling(slot_cls)
-            if number is None or self._record(number).fresh == self._record(number).slots:
+            if number is None or self._record(number).fresh >= self._room_in(number):
                 number = self._unfilled(slot_cls)
                 if number is None:
                     number = self._grow(slot_cls)
@@ -351,8 +367,8 @@ class Segments:
                     return None
                 self._txn.put(number_key(FILL, slot_cls), number_key(SEGMENTS, number))
                 self._fill[slot_cls] = number
-            record = self._record(number)
-            ahead = range(record.fresh, min(record.slots, record.fresh + width))
+            record, room = self._record(number), self._room_in(number)
+            ahead = range(record.fresh, min(room, record.fresh + width))
             if clear := self._usable(number, ahead):
                 break
             self._set(number, record._replace(fresh=ahead.stop))  # from now on they are set aside
@@ -363,7 +379,7 @@ class Segments:
             width = LOOK_SLOTS
         record = record._replace(fresh=clear[0])
         self._set(number, record._replace(fresh=record.fresh + 1, used=record.used + 1))
-        if 2 * record.fresh >= record.slots:
+        if 2 * record.fresh >= room:
             if self.count < self._geometry.segments:
                 self.next = self.count
             elif not any(True for table in (SPARE, _unfilled_prefix(slot_cls)) for _ in rows(self._txn, table)):
@@ -391,10 +407,10 @@ class Segments:
         if self._exhausted:
             return None
         parts = self._geometry.parts
-        for key, _ in rows(self._txn, SPARE):
-            if self._may_grow(number_of(key) % parts) and self._assign(number_of(key), slot_cls):
-                self._txn.delete(key)
-                return number_of(key)
+        for one in self._spare():
+            if self._may_grow(one % parts) and self._assign(one, slot_cls):
+                self._txn.delete(number_key(SPARE, one))
+                return one
         following = range(self.count, min(self.count + parts, self._geometry.segments))
         number = next((one for one in following if self._may_grow(one % parts)), None)
         if number is not None and self._assign(number, slot_cls):
@@ -402,8 +418,13 @@ class Segments:
                 self._clear(skipped)
             self.count = number + 1
             return number
-        self._exhausted = next(rows(self._txn, SPARE), None) is None and not following
+        self._exhausted = next(self._spare(), None) is None and not following
         return None
+
+    def _spare(self) -> Iterator[int]:
+        """Segments within the capacity that no class has."""
+        numbers = (number_of(key) for key, _ in rows(self._txn, SPARE))
+        return takewhile(lambda number: number < self._geometry.segments, numbers)
 
     def _assign(self, number: int, slot_cls: int, used: int = 0) -> bool:
         slots = self._geometry.slots_of(number, slot_cls)

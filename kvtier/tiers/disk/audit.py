@@ -8,16 +8,16 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from kvtier.errors import CorruptError
-from kvtier.tiers.disk.allocator import UNFILLED_KEY, Geometry, promises_in, unfilled_in
+from kvtier.tiers.disk.allocator import UNFILLED_KEY, promises_in, unfilled_in
 from kvtier.tiers.disk.bad_places import BadPlaces, bad_places
 from kvtier.tiers.disk.extents import Extent
+from kvtier.tiers.disk.geometry import Geometry, reach_in
 from kvtier.tiers.disk.guests import Guests, extent_of, guests_in
 from kvtier.tiers.disk.layout import Layout
 from kvtier.tiers.disk.quota import scope_in, shares_of
 from kvtier.tiers.disk.records import (
     BLOCKS,
     FREE,
-    GEOMETRY_KEY,
     ORDER,
     PURGED_KEY,
     RESERVED,
@@ -58,7 +58,8 @@ def audit(index: Sliced) -> None:
     - every slot handed out once is held by one of them or set aside for a bad place or a guest: none is lost, but free
       ones of a draining segment; a segment that is draining has a class
     - a guest is an entry or a reservation, and no other one overlaps it
-    - segments fit the geometry; blocks, bytes and uses are counted right, and scopes' bytes where they are counted
+    - segments fit the capacity, or the earlier one of a store that shrinks
+    - blocks, bytes and uses are counted right, and scopes' bytes where they are counted
 
     Reads in slices, each a transaction of its own, so that it neither keeps pages from being used again nor readers
     waiting. A pass is exact if nothing was written meanwhile. Otherwise it compares tables of different times: then an
@@ -101,7 +102,7 @@ class _Pass:
             self._see_guests()
             self._see_bad_places(txn)
             counters = Counters.decode(txn.get(self._layout.counters_key))
-            geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
+            reach = reach_in(txn)
             shares = shares_of(txn)
             draining = promises_in(txn).keys()
             self._unfilled = [unfilled_in(key) for key, _ in rows(txn, UNFILLED_KEY)]
@@ -109,7 +110,7 @@ class _Pass:
         if self.exact:
             self._compare_counts(counters, shares)
             self._compare_slots(draining)
-        self._compare_segments(counters, geometry, used)
+        self._compare_segments(counters, reach, used)
         for number in draining:
             right = number in self._segments and self._segments[number].slot_class > 0
             self._expect(right, f"segment {number} is draining and has no class")
@@ -211,17 +212,17 @@ class _Pass:
         held = sum(segment not in draining for segment, _slot in self._holders)
         self._expect(held == handed_out, f"{handed_out - held} slots are lost")
 
-    def _compare_segments(self, counters: Counters, geometry: Geometry, used: Counter[int]) -> None:
+    def _compare_segments(self, counters: Counters, reach: Geometry, used: Counter[int]) -> None:
         whole = set(self._segments) == set(range(counters.segments))
         self._expect(whole, "segment records and their counter disagree")
-        self._expect(counters.segments <= geometry.segments, "more segments than the capacity has space for")
+        self._expect(counters.segments <= reach.segments, "more segments than the capacity has space for")
         for number, record in self._segments.items():
             uses = used[number]
             self._expect(not self.exact or record.used == uses, f"segment {number} counts {record.used} uses of {uses}")
             spare = number in self._spare
             self._expect((record.slot_class == 0) == spare, f"segment {number} is both spare and in use, or neither")
             size = record.slots * record.slot_class * SLOT_ALIGN
-            self._expect(size <= geometry.size_of(number), f"segment {number} is longer than its file")
+            self._expect(size <= reach.size_of(number), f"segment {number} is longer than its file")
             self._expect(record.fresh <= record.slots, f"segment {number} has handed out more slots than it has")
         for slot_cls, number in self._unfilled:
             right = number not in self._segments or self._segments[number].slot_class == slot_cls

@@ -12,6 +12,8 @@ which the place's other slots, other processes and a crash respect like any othe
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
+from itertools import islice
 from typing import Any, NamedTuple
 
 from kvtier.tiers.disk.extents import Extent
@@ -93,6 +95,12 @@ class BadPlaces:
     def all(self) -> list[BadPlace]:
         """Those of all segments."""
         return bad_places(self._txn) if self.units else []
+
+    def beyond(self, size_of: Callable[[int], int], first: int, most: int) -> list[BadPlace]:
+        """Up to `most` that lie wholly behind the `size_of` their segment, of the segments from `first` on."""
+        found = rows(self._txn, BAD_KEY, _PLACE.pack(BAD_KEY, first, 0)) if self.units else iter(())
+        places = (BadPlace.decode(*row) for row in found)
+        return list(islice((one for one in places if one.first * SLOT_ALIGN >= size_of(one.segment)), most))
 
     def spoil(self, segment: int, slot_cls: int, slot: int) -> bool:
         """Whether a slot overlaps one of them."""

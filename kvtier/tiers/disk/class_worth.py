@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvtier.tiers.disk.ages import AGES_MAX, Ages
-from kvtier.tiers.disk.allocator import Geometry
+from kvtier.tiers.disk.geometry import Geometry
 from kvtier.tiers.disk.ghosts import Ghosts
 from kvtier.tiers.disk.records import META, RESERVED, SEGMENTS, SLOT_ALIGN, Segment, SlotReservation, rows
 

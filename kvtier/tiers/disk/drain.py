@@ -23,15 +23,15 @@ from typing import Any
 
 from kvtier.errors import CorruptError
 from kvtier.retention.terms import Depth
-from kvtier.tiers.disk.allocator import Geometry, Promise, promises_in
+from kvtier.tiers.disk.allocator import Promise, promises_in
 from kvtier.tiers.disk.bad_places import bad_places
 from kvtier.tiers.disk.class_worth import ClassWorth, step_of, worths_in
 from kvtier.tiers.disk.extents import Extent, clear_slots, keeps_more
+from kvtier.tiers.disk.geometry import Geometry, geometry_in
 from kvtier.tiers.disk.gifts import Gift, gifts
 from kvtier.tiers.disk.guests import extent_of, guests_in, is_guest
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.records import (
-    GEOMETRY_KEY,
     RESERVED,
     RETAINED_KEY,
     SEGMENTS,
@@ -161,7 +161,7 @@ class Drain:
                 self._begin_sweep(txn, promises)
                 return None
             writes = _writes_in(txn, promises) if promises and self._patience <= 0 else []
-            geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
+            geometry = geometry_in(txn)
             now = Counters.decode(txn.get(index.layout.counters_key)).tick
             worths = worths_in(txn, geometry.capacity)
             classes = {number_of(key): Segment.decode(raw).slot_class for key, raw in rows(txn, SEGMENTS)}
@@ -230,7 +230,7 @@ class Drain:
             survey.go_on()
             return None
         if not picked and not promised:
-            geometry, written = Geometry.decode(txn.get(GEOMETRY_KEY)), _written(txn)
+            geometry, written = geometry_in(txn), _written(txn)
             for segment, strays in survey.strays.items():
                 if strays and _has_room(txn, survey, geometry, segment, written.get(segment, ())):
                     return self._evict_guests(strays, survey, wall_s)
@@ -259,7 +259,7 @@ class Drain:
         return lambda txn: evict_guests(txn, names, survey.priority, wall_s)
 
     def _segments_to_drain(self, txn: Any, survey: _Survey, promised: Container[int]) -> list[int]:
-        geometry, written = Geometry.decode(txn.get(GEOMETRY_KEY)), _written(txn)
+        geometry, written = geometry_in(txn), _written(txn)
         mine = [one for one, slot_cls in survey.classes.items() if slot_cls == survey.giver and one not in promised]
         mine.sort(key=lambda segment: survey.warmth[segment])
         wanted, goes = max(1, survey.gifts[0].size // geometry.segment_bytes), not misplaced(txn)

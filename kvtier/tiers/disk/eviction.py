@@ -7,6 +7,7 @@ from typing import Any
 
 from kvtier.tiers.disk.allocator import UNFILLED_KEY
 from kvtier.tiers.disk.class_worth import ClassWorths
+from kvtier.tiers.disk.geometry import Geometry, reach_in
 from kvtier.tiers.disk.layout import Layout
 from kvtier.tiers.disk.quota import scope_in
 from kvtier.tiers.disk.records import FILL, FREE, ORDER, Entry, order_parts, segment_in, tick_in
@@ -25,21 +26,22 @@ class SearchFloors:
     """By class and scope, the key before which a search found no victim. One process's memory, from one transaction to
     the next; on the writer thread.
 
-    Cleared when a block that was passed over may leave after all: its retention ends, its segment drains no more, a
-    commit fails. Other changes by other processes are not seen from here and take effect FORGET_S later: until then a
-    block that one of them puts before the floor may lose its parent.
+    Cleared when a block that was passed over may leave after all: its retention ends, its segment drains no more, the
+    capacity is another, a commit fails. Other changes by other processes are not seen from here and take effect
+    FORGET_S later: until then a block that one of them puts before the floor may lose its parent.
     """
 
     def __init__(self) -> None:
         self._keys: dict[tuple[int, bytes], bytes] = {}
         self._until = float("inf")
         self._draining: frozenset[int] = frozenset()
+        self._capacity = 0
 
-    def begin(self, draining: Collection[int]) -> None:
-        """A transaction begins, while these segments drain."""
-        if not self._draining.issubset(draining):
+    def begin(self, draining: Collection[int], capacity: int) -> None:
+        """A transaction begins, while these segments drain, of a store of that capacity."""
+        if not self._draining.issubset(draining) or capacity != self._capacity:
             self.clear()
-        self._draining = frozenset(draining)
+        self._draining, self._capacity = frozenset(draining), capacity
 
     def at(self, slot_cls: int, scope: bytes, wall_s: Wall) -> bytes:
         """The key to begin the search at; empty: at the first."""
@@ -74,17 +76,20 @@ class EvictionOrder:
         self,
         txn: Any,
         layout: Layout,
+        geometry: Geometry,
         floors: SearchFloors,
         worths: ClassWorths,
         draining: Collection[int],
         retained_until: Callable[[bytes], Wall],
     ) -> None:
-        """`draining`: segments whose slots nobody gets, so that their blocks leave by themselves. `retained_until`:
+        """`draining`: segments whose slots nobody gets, so that their blocks leave by themselves, and so do those that
+        lie beyond the capacity while the store shrinks. `retained_until`:
         before which time a block, by its name, is exempt from eviction."""
         self._txn = txn
         self._layout = layout
         self._draining = draining
-        floors.begin(draining)
+        self._cut = geometry if geometry.capacity < reach_in(txn).capacity else None
+        floors.begin(draining, geometry.capacity)
         self._worths = worths
         self._floors = floors
         self._retained_until = retained_until
@@ -135,7 +140,7 @@ class EvictionOrder:
         for key, name in self._layout.ordered(self._txn, slot_cls, start):
             if scope == ANY or scope_in(name) == scope:
                 retained_until = self._retained_until(name)
-                if retained_until <= wall_s and (scope != ANY or segment_in(key) not in self._draining):
+                if retained_until <= wall_s and (scope != ANY or not self._leaves(key)):
                     found = key, name
                     break
                 if retained_until > wall_s:
@@ -148,6 +153,13 @@ class EvictionOrder:
         if floor:
             self._floors.raise_to(slot_cls, scope, floor, until)
         return found
+
+    def _leaves(self, key: bytes) -> bool:
+        """Whether the block of a row leaves by itself: its slot would be nobody's."""
+        if segment_in(key) in self._draining:
+            return True
+        slot_cls, _rank, segment, slot = order_parts(key)
+        return self._cut is not None and not self._cut.holds(slot_cls, segment, slot)
 
     def victim_in_scope(self, scope: bytes, wall_s: Wall) -> tuple[bytes, bytes] | None:
         """The coldest such row of a scope among all classes."""

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.errors import FormatError, TierError
-from kvtier.tiers.disk.allocator import Geometry
 from kvtier.tiers.disk.audit import audit
 from kvtier.tiers.disk.bad_places import bad_places
 from kvtier.tiers.disk.budget import Allowance, Balance, Debt, read_balance
 from kvtier.tiers.disk.faults import Unusable, is_damage
+from kvtier.tiers.disk.geometry import Geometry, geometry_in, reach_in
 from kvtier.tiers.disk.layout import Layout
 from kvtier.tiers.disk.memory import TxnMemory
 from kvtier.tiers.disk.meta_pages import check_length
@@ -174,6 +174,7 @@ class Index:
                     raise Unusable(f"its format record says {known}, its other records are of a later one")
                 Counters.decode(txn.get(layout.counters_key, default=b""))
                 Geometry.decode(txn.get(GEOMETRY_KEY, default=b""))
+                geometry_in(txn)
             env.reader_check()
         except BaseException as error:
             env.close()
@@ -254,7 +255,12 @@ class Index:
     def geometry(self) -> Geometry:
         """How the capacity is cut into segments."""
         with self.reading() as txn:
-            return Geometry.decode(txn.get(GEOMETRY_KEY))
+            return geometry_in(txn)
+
+    def reach(self) -> Geometry:
+        """How far segments and their files may reach: beyond the capacity while the store shrinks."""
+        with self.reading() as txn:
+            return reach_in(txn)
 
     def usage(self) -> tuple[int, int]:
         """(blocks, slot bytes they occupy), of all namespaces."""

@@ -54,6 +54,7 @@ READERS = 4
 NICENESS = 10
 COMMIT_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
+SHRINK_TIMEOUT_S, SHRINK_POLL_S = 30.0, 0.01
 DAMAGED_NAMES_MAX = 100
 
 MaintenanceProgress = Callable[[int, int], None]
@@ -120,6 +121,7 @@ class Maintenance:
             "format": int.from_bytes(index.rows(FORMAT_KEY)[0][1], "little"),
             "uuid": index.uuid().hex(),
             "capacity_bytes": geometry.capacity,
+            "reach_bytes": index.reach().capacity,
             "segment_bytes": geometry.segment_bytes,
             "slab_file_bytes": sum(file.lstat().st_size for part in store.parts for file in part.glob("slab/*.slab")),
             "index_bytes": index.disk_bytes(),
@@ -173,10 +175,24 @@ class Maintenance:
         return sum(1 for _ in self._entries(prefix))
 
     def beyond(self, capacity: int) -> int:
-        """Blocks that a resize to `capacity` bytes deletes, as the store is now."""
+        """Blocks that lie beyond `capacity` bytes, which a change to it deletes, as the store is now."""
         geometry = replace(self._store.geometry, capacity=capacity)
         places = (order_parts(key) for key, _ in self._store.index.rows(ORDER))
         return sum(slot >= geometry.slots_of(segment, slot_class) for slot_class, _rank, segment, slot in places)
+
+    def shrink(self) -> int:
+        """Wait until the store is as small as its capacity. Returns how many blocks left for that. Raises TierError
+        where something keeps it from becoming smaller; it goes on when it is next used."""
+        shrink, seen, since = self._store.shrink, -1, time.monotonic()
+        while shrink.active:
+            self._transact(lambda txn: None)  # and the next step beside it
+            if shrink.steps != seen:
+                seen, since = shrink.steps, time.monotonic()
+            elif time.monotonic() - since > SHRINK_TIMEOUT_S:
+                detail = "blocks are written beyond the new capacity, or files cannot be cut; it goes on later"
+                raise TierError("g3", "resize", detail)
+            time.sleep(SHRINK_POLL_S)
+        return shrink.evicted
 
     def due(self) -> dict[str, int]:
         """The counts of a `gc` now. Deletes nothing."""
@@ -333,8 +349,9 @@ def _unservable(txn: WriteTxn, entries: Sequence[tuple[bytes, bytes]], wall_s: W
 
 @contextmanager
 def looking_after(paths: Sequence[Path], clock: Clock, *, capacity: int | None = None) -> Iterator[Maintenance]:
-    """Maintenance of the store at `paths`, which must exist. With `capacity`, in bytes, the store is resized first,
-    which no other process may use for that. Raises FormatError, ConfigError or TierError."""
+    """Maintenance of the store at `paths`, which must exist. With `capacity`, in bytes, the store gets that first, for
+    which no other process may use it; `shrink` waits until it is as small. Raises FormatError, ConfigError or
+    TierError."""
     store = Store.visit(paths, capacity_bytes=capacity)
     try:
         yield Maintenance(store, clock)

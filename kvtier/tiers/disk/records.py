@@ -14,7 +14,7 @@
     meta key, after the "m"     value
     "format"                    u32: FORMAT
     "uuid"                      16 bytes, the same as in every part's STORE.json
-    "geometry"                  kvtier.tiers.disk.allocator.Geometry
+    "geometry", "shrinks"       see kvtier.tiers.disk.geometry
     "counters"                  Counters; in the table `pulse` since SHORT_FORMAT
     "namespace" ‖ digest        the namespace's fields as JSON
     "purged" ‖ digest ‖ scope   f64: the tombstone; blocks born until then are misses for ever

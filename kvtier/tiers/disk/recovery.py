@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvtier.errors import ConfigError, FormatError, TierError, TierUnavailable
-from kvtier.tiers.disk.allocator import Geometry
 from kvtier.tiers.disk.damage_mark import is_marked, mark, unmark
 from kvtier.tiers.disk.directory import DirectoryLock, Marker, is_there, move_aside, read_marker, write_marker
 from kvtier.tiers.disk.faults import Unusable, is_damage
+from kvtier.tiers.disk.geometry import Geometry
 from kvtier.tiers.disk.index import Index, map_bytes_for
 from kvtier.tiers.disk.owner import Owner
 from kvtier.tiers.disk.slab import Slab, SystemCalls
@@ -36,7 +36,7 @@ class Opened:
 
 
 def attach(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int) -> Opened:
-    """Open the store in these directories, or create it, and resize it if no other process uses it.
+    """Open the store in these directories, or create it, and give it this capacity if no other process uses it.
 
     Takes back the slots of dead owners; replaces an index that is damaged. Blocks, for seconds at most. Raises
     ConfigError, FormatError or TierError; OSError, MemoryError or lmdb.Error for a fault of the machine, which changes
@@ -52,6 +52,7 @@ def attach(parts: Sequence[Path], capacity_bytes: int, slot_bytes: int) -> Opene
             index = _replace_index(parts, capacity_bytes, slot_bytes, owner)
         if alone:
             _resize(parts, index, capacity_bytes)
+            _cut(parts, index)
             lock.share()
         elif capacity_bytes != index.geometry().capacity:
             log.warning(
@@ -78,6 +79,7 @@ def visit(parts: Sequence[Path], capacity_bytes: int | None) -> Opened:
             undo.callback(index.close)
             if capacity_bytes is not None:
                 _resize(parts, index, capacity_bytes)
+                _cut(parts, index)
             undo.pop_all()
         lock.share()
         return Opened(list(parts), lock, index)
@@ -281,7 +283,7 @@ def grow(index: Index, lock: DirectoryLock, capacity_bytes: int) -> Geometry:
 
 
 def _resize(parts: Sequence[Path], index: Index, capacity_bytes: int) -> None:
-    """Cut a store that no other process uses: the index first, then the files. Completes an interrupted resize too."""
+    """Give a store that no other process uses another capacity. Where it is smaller, the store shrinks from now on."""
 
     def resize(txn: WriteTxn) -> None:
         txn.reclaim()
@@ -289,4 +291,13 @@ def _resize(parts: Sequence[Path], index: Index, capacity_bytes: int) -> None:
 
     if capacity_bytes != index.geometry().capacity:
         index.transact(resize)
-    Slab(parts, index.geometry().size_of, SystemCalls()).cut()
+    if capacity_bytes < (reach := index.reach().capacity):
+        log.warning("g3: %s shrinks, while it is used, from %d bytes to %d", parts[0], reach, capacity_bytes)
+
+
+def _cut(parts: Sequence[Path], index: Index) -> None:
+    """Cut the files that an interrupted change of the capacity left longer than any block can need."""
+    slab = Slab(parts, index.reach().size_of, SystemCalls())
+    slab.remove_drafts()
+    for _ in slab.cut():
+        pass

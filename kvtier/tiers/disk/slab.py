@@ -150,20 +150,33 @@ class Slab:
         with self._open(segment) as file:
             self._calls.fdatasync(file.fd)
 
-    def cut(self) -> None:
-        """Shorten files that are longer than their segment may be, and remove those of no segment. The caller uses
-        the store alone. Raises OSError."""
+    def cut(self) -> Iterator[None]:
+        """Shorten files that are longer than their segment may be, and remove those of no segment, a file with each
+        step. No block may lie behind, for any process. Raises OSError."""
+        for path in [path for folder in self._parts for path in folder.glob("[0-9a-f]" * 8 + ".slab")]:
+            number = int(path.stem, 16)
+            with contextlib.suppress(FileNotFoundError):  # another process cuts the files, too
+                status, size = path.lstat(), self._size_of(number)
+                if not stat.S_ISREG(status.st_mode) or (status.st_size <= size and size > 0):
+                    continue  # a foreign one fails when it is read or written
+                os.truncate(path, size)  # its space is given back, whoever has it open
+                if size == 0:
+                    path.unlink()
+                    self._forget(number)
+            yield
+
+    def remove_drafts(self) -> None:
+        """Remove files that were not completed. The caller uses the store alone."""
         for folder in self._parts:
             with contextlib.suppress(OSError):
                 (folder / DRAFT).unlink()
-            for path in folder.glob("[0-9a-f]" * 8 + ".slab"):
-                if not stat.S_ISREG(path.lstat().st_mode):
-                    continue  # foreign; reading and writing it fails
-                size = self._size_of(int(path.stem, 16))
-                if size == 0:
-                    path.unlink()
-                elif path.lstat().st_size > size:
-                    os.truncate(path, size)
+
+    def _forget(self, segment: int) -> None:
+        """The segment's file is gone."""
+        with self._lock:
+            self._named.discard(segment)
+            if (file := self._files.pop(segment, None)) is not None:
+                self._close_unused(segment, file)
 
     def size(self) -> int:
         """Bytes that the files have, all drafts and leftovers included. Raises OSError."""

@@ -39,6 +39,7 @@ from kvtier.tiers.disk.removals import Removals
 from kvtier.tiers.disk.reserved_slots import ReservedSlots
 from kvtier.tiers.disk.room_maker import RoomMaker
 from kvtier.tiers.disk.shared_sync import SharedSyncs
+from kvtier.tiers.disk.shrink import Shrink
 from kvtier.tiers.disk.slab import Calls, Slab, SystemCalls
 from kvtier.tiers.disk.slot_health import REST_S, TRIES, DeviceFault, SlotHealth, probe
 from kvtier.tiers.disk.touches import Touches
@@ -73,8 +74,8 @@ class Store:
         *,
         maintained: bool = True,
     ) -> None:
-        """`slot_bytes`: for which a new index would be cut. `maintained`: whether the writer thread cleans up and opens
-        the store again by itself."""
+        """`slot_bytes`: for which a new index would be cut. `maintained`: whether the writer thread cleans up, opens
+        the store again and makes it as small as its capacity by itself."""
         self.parts, self._lock, index = opened.parts, opened.lock, opened.index
         self.owner = index.owner
         self.geometry = index.geometry()
@@ -104,8 +105,11 @@ class Store:
         self._mark = MarkWatch(self.parts[0])
         self._dead_owners = DeadOwners()
         self._removals = Removals(self.touches, wall, lambda: maintained and self.may_write(COMMIT_BYTES))
+        self.shrink = Shrink(self.slab, self.parts[0], lambda: self.may_write(COMMIT_BYTES))
+        if maintained:
+            self.shrink.begin(index)
         self.room = RoomMaker(
-            self.reserved, wall, lambda: maintained and self.may_write(COMMIT_BYTES), self._idle.relocate
+            self.reserved, self.shrink, wall, lambda: maintained and self.may_write(COMMIT_BYTES), self._idle.relocate
         )
         self._hold_until = 0.0
         hooks = self._writer_failed, lambda: 3 * self.reserved.writes // 4, self.room.evictions
@@ -148,14 +152,20 @@ class Store:
     @classmethod
     def visit(cls, parts: Sequence[Path], *, capacity_bytes: int | None = None) -> Store:
         """Open a store that exists, as it is, for maintenance. Nothing is created or repaired; with `capacity_bytes` it
-        is resized, which no other process may use it for. Blocks. Raises FormatError, ConfigError or TierError."""
+        gets another capacity, for which no other process may use it, and shrinks where that is smaller. Blocks. Raises
+        FormatError, ConfigError or TierError."""
         for part in parts:
             if not part.is_dir():
                 raise ConfigError(f"{part}: no such directory")
         with unavailable(parts[0]):
-            return cls._share(
-                parts, lambda: cls(recovery.visit(parts, capacity_bytes), SystemCalls(), maintained=False)
-            )
+            return cls._share(parts, partial(cls._visit, parts, capacity_bytes))
+
+    @classmethod
+    def _visit(cls, parts: Sequence[Path], capacity_bytes: int | None) -> Store:
+        store = cls(recovery.visit(parts, capacity_bytes), SystemCalls(), maintained=False)
+        if capacity_bytes is not None:
+            store.shrink.begin(store.index)
+        return store
 
     @classmethod
     def _share(cls, parts: Sequence[Path], opener: Callable[[], Store]) -> Store:
@@ -295,10 +305,12 @@ class Store:
         self._state.begin(reason, damaged=damaged, rest_s=rest_s)
 
     def check(self) -> None:
-        """Assert that the index is consistent and the files are within the capacity. Reads the whole index."""
+        """Assert that the index is consistent and the files are within the capacity, or an earlier one while the store
+        shrinks. Reads the whole index."""
         self.index.check()
+        reach = self.index.reach().capacity
         size = self.slab.size()
-        assert size <= self.geometry.capacity, f"slab files have {size} bytes"
+        assert size <= reach, f"slab files have {size} bytes"
 
     def _failed(self, thread: str, error: Exception) -> float:
         """A thread has failed; returns the seconds after which it is to go on."""
@@ -346,6 +358,7 @@ class Store:
             self.volumes.try_again()
             if self._wanted_bytes > self.geometry.capacity:
                 self.geometry = recovery.grow(index, self._lock, self._wanted_bytes)
+                self.shrink.begin(index)
             txn, results = index.transact(
                 work,
                 may_grow=self.volumes.may_grow,
@@ -401,7 +414,8 @@ class Store:
         left something."""
         self._heed_mark()
         if not self._maintained:
-            return False
+            jobs = self.room.due_jobs(self._state.index)
+            return (not jobs or self._commit(jobs)) and self.room.busy
         self.volumes.try_again()
         if time.monotonic() >= self._hold_until:
             self.reserved.give_back(self.reserved.clear(), unused=True)  # no write came for them
@@ -432,6 +446,7 @@ class Store:
             self._state.probe_failed(error)
         else:
             self.owner, self.geometry, index.on_damage = index.owner, index.geometry(), self._reader_failed
+            self.shrink.begin(index)
             self.reserved.forget()  # the new owner took them back; nothing moves, so no write adds to them
             self._idle.forget()
             self._state.end(index)

@@ -10,23 +10,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from kvtier.errors import CorruptError
 from kvtier.retention.terms import PRIORITY, Depth
-from kvtier.tiers.disk.allocator import Geometry, Segments
+from kvtier.tiers.disk.allocator import Segments
 from kvtier.tiers.disk.budget import Allowance, WriteBudget
 from kvtier.tiers.disk.class_worth import ClassWorths
 from kvtier.tiers.disk.entries import Entries
 from kvtier.tiers.disk.eviction import EvictionOrder
+from kvtier.tiers.disk.geometry import geometry_in, put_capacity, put_reach
 from kvtier.tiers.disk.layout import Layout
 from kvtier.tiers.disk.memory import TxnMemory
 from kvtier.tiers.disk.owner import Owner
 from kvtier.tiers.disk.purged import Purged
 from kvtier.tiers.disk.quota import Shares, scope_in
 from kvtier.tiers.disk.records import (
-    GEOMETRY_KEY,
     NAMESPACE_KEY,
     NOTE_KEY,
     RESERVED,
@@ -79,7 +78,7 @@ class WriteTxn:
         self._txn = txn
         self._owner = owner
         self._layout = layout
-        self.geometry = Geometry.decode(txn.get(GEOMETRY_KEY))
+        self.geometry = geometry_in(txn)
         counters = Counters.decode(txn.get(layout.counters_key))
         self._serial = counters.serial
         self.tick: int = counters.tick + 1
@@ -91,7 +90,7 @@ class WriteTxn:
         self.segments = Segments(txn, self.geometry, counters.segments, memory.demand, may_grow=may_grow)
         self.worths = ClassWorths(txn, self.geometry, memory.ghosts, begin=memory.demand.waits)
         order = (memory.floors, self.worths, self.segments.draining, self._retained.until)
-        self.order = EvictionOrder(txn, layout, *order)
+        self.order = EvictionOrder(txn, layout, self.geometry, *order)
         shares = self._shares = Shares(txn)
         self._entries = Entries(txn, layout, counters, self.order, self.segments, shares, self._retained, self.purged)
         self.removed = self._entries.removed  # those that were evicted among them
@@ -336,16 +335,17 @@ class WriteTxn:
         return len(dead)
 
     def resize(self, capacity_bytes: int) -> None:
-        """Another capacity, for a store that the caller uses alone. Blocks beyond a smaller one are evicted: it has
-        reclaimed, and cuts the files after the commit."""
-        geometry = replace(self.geometry, capacity=capacity_bytes)
-        for key, name in list(self._layout.ordered(self._txn)) if capacity_bytes < self.geometry.capacity else ():
-            slot_cls, _rank, segment, slot = order_parts(key)
-            if slot >= geometry.slots_of(segment, slot_cls):
-                self.drop(name)
-        self.segments.resize(geometry)
-        self._txn.put(GEOMETRY_KEY, geometry.encode())
-        self.geometry = geometry
+        """Another capacity, for a store that the caller uses alone. What lies beyond a smaller one leaves later
+        (`kvtier.tiers.disk.shrink`)."""
+        self.geometry = put_capacity(self._txn, capacity_bytes)
+        self.segments.resize(self.geometry)
+
+    def end_shrink(self) -> bool:
+        """The segments reach no further than the capacity from now on, unless something lies there. Whether that is so.
+        The caller has cut the files."""
+        if ended := self.segments.trim():
+            put_reach(self._txn, self.geometry)
+        return ended
 
     def _reserve_slot(self, slot_cls: int, priority: int) -> SlotReservation | None:
         place = self.segments.take(slot_cls) or self._take_from_victim(slot_cls, priority)

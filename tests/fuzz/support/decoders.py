@@ -50,12 +50,12 @@ from kvtier.testing import sample_namespace
 from kvtier.tiers import key_directory
 from kvtier.tiers.disk import contents
 from kvtier.tiers.disk.ages import Ages
-from kvtier.tiers.disk.allocator import Geometry
 from kvtier.tiers.disk.bad_places import BadPlace
 from kvtier.tiers.disk.budget import read_balance
 from kvtier.tiers.disk.class_worth import ClassWorth
 from kvtier.tiers.disk.directory import Marker, read_marker
 from kvtier.tiers.disk.faults import Unusable
+from kvtier.tiers.disk.geometry import Geometry
 from kvtier.tiers.disk.meta_pages import check_length
 from kvtier.tiers.disk.owner import Owner
 from kvtier.tiers.disk.purge_log import PurgeLog

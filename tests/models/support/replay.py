@@ -14,7 +14,7 @@ from kvtier.identity.keys import SCOPE_BYTES
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.marks import mark_below
 from kvtier.retention.terms import BUILTIN, PRIORITY
-from kvtier.tiers.disk.allocator import Geometry
+from kvtier.tiers.disk.geometry import Geometry
 from kvtier.tiers.disk.index import Index, map_bytes_for
 from kvtier.tiers.disk.owner import Owner
 from kvtier.tiers.disk.read import miss_of

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from kvtier.identity.keys import scope_of
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tiers.disk import budget, store
-from kvtier.tiers.disk.allocator import Geometry
 from kvtier.tiers.disk.budget import DAY_S, Allowance, Balance
+from kvtier.tiers.disk.geometry import Geometry
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.owner import Owner
 from kvtier.tiers.disk.tier import DiskTier

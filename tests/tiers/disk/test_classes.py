@@ -203,6 +203,7 @@ async def test_a_capacity_that_shrinks_and_grows_loses_no_slot(tmp_path: Path) -
         await fill(tier, FULL_SMALL)
     for share in (2.5, 1, 7.3, 1):
         with looking_after([path], clock, capacity=int(CAPACITY / share) // SMALL * SMALL) as maintenance:
+            maintenance.shrink()
             assert maintenance.verify().sound
     async with opened(path, blocks, clock=clock) as tier:
         await fill(tier, keys(SMALL, blocks, seed=1))

@@ -31,8 +31,10 @@ def test_10000_kills_lose_nothing_durable_and_serve_nothing_wrong(tmp_path: Path
     survive(tmp_path / "g3", 10_000, seed=3)
 
 
-def survive_mixed(path: Path, cycles: int, seed: int, workers: int = 2, encrypted: int = 0) -> dict[str, int]:
-    said = result(program("crash_mixed", path, cycles, seed, workers, encrypted))
+def survive_mixed(
+    path: Path, cycles: int, seed: int, workers: int = 2, encrypted: int = 0, shrinks: int = 0
+) -> dict[str, int]:
+    said = result(program("crash_mixed", path, cycles, seed, workers, encrypted, shrinks))
     assert said["killed"] > cycles / 2, "most workers ended before they were killed"
     assert said["blocks"] > 50 * cycles, "hardly a block was there"
     return said
@@ -71,3 +73,10 @@ def test_kills_where_half_of_the_workers_encrypt(tmp_path: Path, cycles: int, wo
     """Retained blocks survive, plain or encrypted, whichever worker wrote them, and nothing is taken for damage."""
     said = survive_mixed(tmp_path / "g3", cycles, 6, workers, encrypted=1)
     assert said["kept"] > cycles and said["encrypted"] > 10 * cycles
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("cycles", [12, pytest.param(200, marks=[pytest.mark.long, pytest.mark.timeout(3600)])])
+def test_kills_while_the_capacity_changes(tmp_path: Path, cycles: int) -> None:
+    """A store that becomes smaller goes on with that, or has its old capacity, whatever it was killed in."""
+    assert survive_mixed(tmp_path / "g3", cycles, 3000, workers=3, shrinks=1)["shrunk"]

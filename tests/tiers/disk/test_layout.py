@@ -17,8 +17,8 @@ from kvtier.errors import CorruptError
 from kvtier.retention.lifetime import Lifetime, Stamp
 from kvtier.retention.terms import Depth
 from kvtier.tiers.disk import entries
-from kvtier.tiers.disk.allocator import Geometry
 from kvtier.tiers.disk.faults import Unusable
+from kvtier.tiers.disk.geometry import Geometry
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.layout import Layout
 from kvtier.tiers.disk.owner import Owner

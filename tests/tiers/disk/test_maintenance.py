@@ -23,7 +23,7 @@ from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.protocol import Miss
 from kvtier.times import Wall
 from tests.tiers.disk.support.damage import flip
-from tests.tiers.disk.support.store import BLOCK, FAR_S, get, opened, put, slabs
+from tests.tiers.disk.support.store import BLOCK, FAR_S, get, opened, put, shrunk, slabs
 
 NAMESPACE = sample_namespace(BLOCK)
 CHAIN = chain_of(NAMESPACE, 8)
@@ -112,6 +112,7 @@ async def test_resize_keeps_what_fits(tmp_path: Path, blocks: int) -> None:
     async with opened(path, clock=clock) as tier:
         await put(tier, CHAIN)
     with looking_after([path], clock, capacity=blocks * BLOCK) as maintenance:
+        assert maintenance.shrink() == max(0, 8 - blocks)
         assert maintenance.verify().sound
         assert maintenance.inspect()["capacity_bytes"] == blocks * BLOCK
     assert sum(file.stat().st_size for file in slabs(path)) <= blocks * BLOCK
@@ -127,6 +128,7 @@ async def test_a_changed_capacity_in_the_configuration_is_a_resize(tmp_path: Pat
     async with opened(path) as tier:
         await put(tier, CHAIN)
     async with opened(path, blocks) as tier:
+        await shrunk(tier)
         assert await get(tier, CHAIN) == [True] * min(8, blocks) + [Miss.ABSENT] * max(0, 8 - blocks)
         assert sum(file.stat().st_size for file in slabs(path)) <= blocks * BLOCK
         await put(tier, chain_of(NAMESPACE, blocks, seed=3))

@@ -16,7 +16,7 @@ from kvtier.retention.marks import mark_below
 from kvtier.retention.terms import BUILTIN
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tiers.disk import removals, touches, write
-from kvtier.tiers.disk.allocator import Geometry
+from kvtier.tiers.disk.geometry import Geometry
 from kvtier.tiers.disk.index import Index, Use, map_bytes_for
 from kvtier.tiers.disk.owner import Owner
 from kvtier.tiers.disk.records import SCOPED_BYTES, NewBlock, SlotReservation

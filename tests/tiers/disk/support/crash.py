@@ -30,6 +30,7 @@ from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tiers.disk import recovery, write
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.purge_log import PurgeLog
+from kvtier.tiers.disk.shrink import Shrink
 from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.slot_health import SlotHealth
 from kvtier.tiers.disk.write_txn import WriteTxn
@@ -82,6 +83,7 @@ def plant(point: str, hit: int) -> None:
     around(PurgeLog, "record", "purge")
     around(PurgeLog, "settle", "settle")
     around(SlotHealth, "try_place", "trial")
+    around(Shrink, "_cut", "cut")
     save = WriteTxn.save
 
     def save_then_pass(self: WriteTxn) -> None:

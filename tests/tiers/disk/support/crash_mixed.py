@@ -1,11 +1,12 @@
 """As `crash`, with all that a store does: two sizes of blocks that take space from one another, retained blocks in the
 way, purges, bad places and their trials, a store that is opened anew, a budget, neighbours that go on.
 
-    python -m tests.tiers.disk.support.crash_mixed DIRECTORY CYCLES SEED [WORKERS [1]]
+    python -m tests.tiers.disk.support.crash_mixed DIRECTORY CYCLES SEED [WORKERS [ENCRYPTED [SHRINKS]]]
 
 A worker kills itself at one of all the points that it passes: before or after a write, half of a write, a sync, a
 commit, a purge's record, a trial. In every third cycle other workers use the store meanwhile, WORKERS (2) in all. With
-the last argument half of the workers encrypt, by keys in a directory beside the store.
+ENCRYPTED half of the workers encrypt, by keys in a directory beside the store. With SHRINKS the capacity is another one
+in half of the cycles, and an inspector waits until the store is as small in every other one only.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kvtier.errors import TierError
 from kvtier.identity.keys import SCOPE_BYTES, BlockKey, Scope
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tiers.data_keys import StoredKeys
-from kvtier.tiers.disk import recovery
+from kvtier.tiers.disk import recovery, shrink
 from kvtier.tiers.disk.bad_places import bad_places
 from kvtier.tiers.disk.guests import guests_in
 from kvtier.tiers.disk.records import is_encrypted
@@ -40,13 +41,15 @@ from kvtier.times import Wall
 from tests.tiers.disk.support.bad_medium import BadMedium
 from tests.tiers.disk.support.crash import fork, plant
 from tests.tiers.disk.support.keys import sample_keyring
-from tests.tiers.disk.support.store import get, opened, put, slabs
+from tests.tiers.disk.support.store import get, opened, put, shrunk, slabs
 
 SIZES = (4096, 32768)
 PAGES, SEGMENTS = 32, 16
 """Of a segment, of the store: it is cut into no more."""
 SEGMENT = PAGES * SIZES[0]
 CAPACITY = SEGMENTS * SEGMENT
+SHARES = 1.0, 1.0, 0.4, 0.63
+"""Of CAPACITY that a store has, where it changes; the last one cuts a segment in two."""
 FAR = Wall(3_000_000_000.0)
 KEPT_MAX = 8
 """Chains of small blocks that are retained, by each of two workers; further ones retain none."""
@@ -90,19 +93,19 @@ def medium(seed: int) -> BadMedium:
 
 @asynccontextmanager
 async def both(
-    path: Path, clock: VirtualClock, calls: BadMedium, *, encrypts: bool = False
+    path: Path, clock: VirtualClock, calls: BadMedium, capacity: int, *, encrypts: bool = False
 ) -> AsyncIterator[list[DiskTier]]:
-    recovery.SEGMENT_BYTES_SMALL = SEGMENT
+    recovery.SEGMENT_BYTES_SMALL, shrink.EVICTIONS_PER_TXN = SEGMENT, 4
     async with AsyncExitStack() as stack:
         keys = StoredKeys(KeyDirectory(path.with_name("keys")), sample_keyring(), clock) if encrypts else None
         tiers = [
-            opened(path, CAPACITY // size, block_bytes=size, clock=clock, calls=calls, keys=keys) for size in SIZES
+            opened(path, capacity // size, block_bytes=size, clock=clock, calls=calls, keys=keys) for size in SIZES
         ]
         yield [await stack.enter_async_context(tier) for tier in tiers]
 
 
 async def work(
-    path: Path, worker: int, cycle: int, seed: int, report: int, steps: int, *, encrypted: bool = False
+    path: Path, worker: int, cycle: int, seed: int, capacity: int, report: int, steps: int, *, encrypted: bool = False
 ) -> None:
     """Use the store until killed; say what is durable when it is, and what may go before it does."""
     rng, clock = random.Random(f"{seed} {cycle} {worker}"), VirtualClock(1_800_000_000.0 + cycle)
@@ -143,7 +146,7 @@ async def work(
         else:
             await tier.flush(clock.monotonic() + 10)
 
-    async with both(path, clock, medium(seed), encrypts=encrypted and rng.random() < 0.5) as tiers:
+    async with both(path, clock, medium(seed), capacity, encrypts=encrypted and rng.random() < 0.5) as tiers:
         tiers[0]._store.limit_writes(None, 1e15, clock.monotonic)
         for _ in range(steps):
             with contextlib.suppress(TierError):  # it is being opened anew
@@ -161,7 +164,9 @@ class Known:
         self.kept: set[Chain] = set()
         self.purged: set[Chain] = set()
 
-    def learn(self, reports: bytes) -> None:
+    def learn(self, reports: bytes, *, keeps: bool) -> None:
+        """`keeps`: whether what is retained stays: not where the store shrinks."""
+        self.kept = self.kept if keeps else set()
         for verb, number in _REPORT.iter_unpack(reports[: len(reports) // _REPORT.size * _REPORT.size]):
             chain = CHAINS[number]
             if verb in (TRIED, DURABLE):
@@ -170,20 +175,31 @@ class Known:
                 self.kept.discard(chain)
             elif verb == PURGED:
                 self.purged.add(chain)
-            else:
+            elif keeps:
                 self.kept.add(chain)
 
 
+def capacity_in(cycle: int, seed: int, *, shrinks: bool) -> int:
+    """The capacity of a cycle: another one in half of them, if it changes."""
+    share = random.Random(f"{seed} {cycle // 2}").choice(SHARES) if shrinks else 1.0
+    return int(CAPACITY * share) // SIZES[1] * SIZES[1]
+
+
 async def inspect(
-    path: Path, cycle: int, seed: int, known: Known, workers: int = 2, *, encrypted: bool = False
+    path: Path, cycle: int, seed: int, capacity: int, known: Known, workers: int = 2, *, encrypted: bool = False
 ) -> dict[str, int]:
     """Raise AssertionError unless the store is whole and has what it must have. Returns what was seen in it."""
     calls = medium(seed)
-    async with both(path, VirtualClock(1_800_000_000.5 + cycle), calls, encrypts=encrypted) as tiers:
+    async with both(path, VirtualClock(1_800_000_000.5 + cycle), calls, capacity, encrypts=encrypted) as tiers:
         store = tiers[0]._store
+        began = store.index.reach() != store.geometry
         tiers[0].check()
+        if cycle % 4 != 2:
+            await shrunk(tiers[0])
         with store.index.reading() as txn:
-            seen = {"guests": len(guests_in(txn)), "places": len(bad_places(txn))}
+            seen = {"guests": len(guests_in(txn)), "places": len(bad_places(txn)), "shrunk": began}
+        reach = store.index.reach()
+        seen["shrinks"] = reach != store.geometry
         assert not store.index.has_dead_owners(), "a dead owner's slots were not taken back"
         for chain in CHAINS[: workers * CHAINS_MAX]:
             found = await get(tiers[chain.size], chain.keys())
@@ -198,7 +214,8 @@ async def inspect(
             seen["encrypted"] = sum(is_encrypted(raw) for _, raw in store.index.layout.entries(txn))
         assert not list(path.glob("index.damaged*")), "the index had to be made anew"
     files = slabs(path)
-    assert len(files) <= SEGMENTS and sum(file.stat().st_size for file in files) <= CAPACITY
+    assert len(files) <= reach.segments and sum(file.stat().st_size for file in files) <= reach.capacity
+    assert reach.capacity == capacity or seen["shrinks"]
     return seen
 
 
@@ -210,18 +227,23 @@ def _read_all(reader: int) -> bytes:
     return said
 
 
-def main(path: Path, cycles: int, seed: int, workers: int = 2, encrypted: int = 0) -> int:
+def main(path: Path, cycles: int, seed: int, workers: int = 2, encrypted: int = 0, shrinks: int = 0) -> int:
     rng, known, total = random.Random(seed), Known(), Counter[str]()
+    reach = CAPACITY
     for cycle in range(cycles):
-        hit, readers, pids = rng.randrange(1, 1200), [], []
+        capacity = capacity_in(cycle, seed, shrinks=bool(shrinks))
+        keeps = capacity >= reach
+        hit, readers, pids = rng.randrange(1, 1200 if keeps else 100), [], []
         for worker in range(workers if cycle % 3 == 2 else 1):
             reader, writer = os.pipe()
 
-            def run(worker: int = worker, writer: int = writer, hit: int = hit, cycle: int = cycle) -> None:
+            def run(
+                worker: int = worker, writer: int = writer, hit: int = hit, cycle: int = cycle, capacity: int = capacity
+            ) -> None:
                 if worker == 0:
                     plant("any", hit)
                 steps = 200 if worker == 0 else 60
-                asyncio.run(work(path, worker, cycle, seed, writer, steps, encrypted=bool(encrypted)))
+                asyncio.run(work(path, worker, cycle, seed, capacity, writer, steps, encrypted=bool(encrypted)))
 
             pids.append(fork(run))
             os.close(writer)
@@ -233,11 +255,11 @@ def main(path: Path, cycles: int, seed: int, workers: int = 2, encrypted: int = 
             if not os.WIFSIGNALED(status) and os.WEXITSTATUS(status):
                 print(f"cycle {cycle}, seed {seed}: a worker failed by itself", file=sys.stderr)
                 return 1
-            known.learn(said)
+            known.learn(said, keeps=keeps)
         reader, writer = os.pipe()
 
-        def look(writer: int = writer, cycle: int = cycle) -> None:
-            seen = asyncio.run(inspect(path, cycle, seed, known, workers, encrypted=bool(encrypted)))
+        def look(writer: int = writer, cycle: int = cycle, capacity: int = capacity) -> None:
+            seen = asyncio.run(inspect(path, cycle, seed, capacity, known, workers, encrypted=bool(encrypted)))
             os.write(writer, json.dumps(seen).encode())
 
         pid = fork(look)
@@ -247,7 +269,9 @@ def main(path: Path, cycles: int, seed: int, workers: int = 2, encrypted: int = 
         if status:
             print(f"cycle {cycle}, killed at point {hit}, seed {seed}: see above", file=sys.stderr)
             return 1
-        total.update(json.loads(said))
+        seen = json.loads(said)
+        reach = CAPACITY if seen["shrinks"] else capacity
+        total.update(seen)
         total["kept"] += len(known.kept)
     print(json.dumps({"cycles": cycles, **total}))
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -73,6 +74,15 @@ async def get(tier: DiskTier, chain: Sequence[BlockKey], *, check: bool = True) 
         else:
             out.append(result)
     return out
+
+
+async def shrunk(tier: DiskTier) -> None:
+    """Wait until the store is as small as its capacity."""
+    for _ in range(int(FAR_S * 100)):
+        if not tier._store.shrink.active:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it shrinks for ever")
 
 
 def slabs(*paths: Path) -> list[Path]:
