@@ -193,7 +193,7 @@ async def test_another_process_opens_a_store_that_shrinks_and_goes_on_with_it(
             process.kill()
             process.communicate()
         assert index.reach().capacity == index.geometry().capacity == SMALL * BLOCK >= size_of(path)
-        await fill(tier, SMALL, 1)
+        await fill(tier, SMALL, 1 << 20)
 
 
 @pytest.mark.usefixtures("small_segments")
