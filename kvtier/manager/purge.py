@@ -9,6 +9,9 @@ purges which nobody can name any more is *stale*: nothing is found in it until i
 G2 forgets a purge that every tier has: none of them gives back what it covers, and a verb that began before it stores
 nothing more (`kvtier.manager.work`). Until then it refuses by the time of its own clock, and so what another machine
 stored after the purge by a clock that is behind.
+
+A purge that the log did not take is owed to it until it has an entry for that very purge. Every other tier is told that
+it was *refused*, by its mark: so the next process, and others of the machine, owe it too.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from kvtier.identity.keys import BlockKey, Scope, tenant_of
 from kvtier.manager.hierarchy import Hierarchy
 from kvtier.manager.protection import Protection
 from kvtier.manager.slices import aside, slices
-from kvtier.retention.marks import POSITIONS, mark_below, number_of
+from kvtier.retention.marks import POSITIONS, is_refused, later, mark_below, number_of, refused
 from kvtier.tiers.meter import Metered
 from kvtier.tiers.protocol import PurgeLogging
 from kvtier.times import Mono, Wall
@@ -69,6 +72,9 @@ class Purger:
         dropping = self._hierarchy.drop_slices(drops)
         mark = Wall(POSITIONS + position) if position else before  # of all that was taken in until now
         purges = dict.fromkeys(tenants, mark)
+        self._hold(tenants)
+        for tier in tiers:  # one that was refused stays so
+            _add(purges, ((tenant, tier.owed[tenant]) for tenant in tenants if tenant in tier.owed))
         self._in_force.update(purges)
         for tier in tiers:
             _add(tier.owed, purges.items())
@@ -77,6 +83,8 @@ class Purger:
         answers = await asyncio.gather(dropping, *calls, return_exceptions=True)
         self._lower.lose_names()
         self._settle(tenants)
+        if self._follow_log(tenants):
+            await self._number(tenants, [(tier, {}) for tier in self._lower.values() if tier.purge_log() is None])
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
@@ -84,13 +92,57 @@ class Purger:
         await self._protection.expire(None)
         if self._hierarchy.purge_log() is not None:
             news = await self._learn(None)  # new blocks are stored behind its entry
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_NUMBERED_S):
-                    await asyncio.gather(*(self._spread(tier, known, tenants) for tier, known in news.asked))
+            await self._number(tenants, news.asked)
             self._remember(news)
         for name in left_out:
             raise TierError(name, "purge", "it is not open: it takes the purge when it is")
         return count
+
+    async def _number(self, tenants: Collection[Scope], asked: Iterable[tuple[Metered, Mapping[Scope, Wall]]]) -> None:
+        """Have tiers know how the log stands to the purges of these tenants, beside those that they are known to have,
+        as far as they answer in time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_NUMBERED_S):
+                await asyncio.gather(*(self._spread(tier, known, tenants) for tier, known in asked))
+
+    def _hold(self, scopes: Iterable[Scope]) -> None:
+        """The log owes these purges an entry each."""
+        for log in self._logs().values():
+            for scope in scopes:
+                log.hold(scope)
+
+    def _logs(self) -> dict[Metered, PurgeLogging]:
+        """The tier whose purges are a log, if there is one, though it is left out."""
+        return {tier: log for tier in self._lower.every() if (log := tier.purge_log()) is not None}
+
+    def _follow_log(self, scopes: Iterable[Scope]) -> bool:
+        """Of what the log's tier owes of these: what the log holds was refused, and is owed as such by every tier; what
+        was refused and has its entry now is owed by its number. Whether any was refused now."""
+        any_refused = False
+        for logging, log in self._logs().items():
+            for scope in scopes:
+                owed = logging.owed.get(scope)
+                if owed is None or is_refused(owed) is log.holds(scope):
+                    continue
+                if is_refused(owed):
+                    self._note_logged(scope, log.mark(scope))
+                else:
+                    any_refused = True
+                    self._note_refused(scope, refused(owed))
+        return any_refused
+
+    def _note_refused(self, scope: Scope, mark: Wall) -> None:
+        """The log did not take a purge, which has this mark now."""
+        for tier in self._lower.every():
+            _add(tier.owed, [(scope, mark)])
+        if scope in self._in_force:
+            self._in_force[scope] = mark
+
+    def _note_logged(self, scope: Scope, mark: Wall) -> None:
+        """A purge that was refused is in the log, which purges the tenant up to this mark."""
+        for tier in self._lower.every():
+            if is_refused(tier.owed.get(scope, Wall(0.0))):
+                tier.owed[scope] = mark
 
     async def _purge_in(self, tier: Metered, purges: Mapping[Scope, Wall]) -> int:
         """How many blocks went from one tier, which owes these purges until then. Raises its first error when it was
@@ -108,10 +160,16 @@ class Purger:
         return count
 
     def _confirm(self, tier: Metered, scope: Scope, before: Wall) -> None:
-        """The tier has this purge."""
-        if tier.owed.get(scope) == before:
-            del tier.owed[scope]
-            self._settle([scope])
+        """The tier has this purge; the log does where it has the entry."""
+        log = tier.purge_log()
+        if log is None and is_refused(before):  # once the log has it, the tier is not to be asked about it
+            self._seen.setdefault(tier.name, array("q")).append(hash((scope, before)))
+        if tier.owed.get(scope) != before or (log is not None and log.holds(scope)):
+            return
+        if log is not None:
+            self._note_logged(scope, log.mark(scope))
+        del tier.owed[scope]
+        self._settle([scope])
 
     def _settle(self, scopes: Iterable[Scope]) -> None:
         """Those of these purges that no tier in use owes are in force everywhere."""
@@ -173,7 +231,8 @@ class Purger:
     async def _learn(self, joining: Metered | None) -> _News:
         """Ask the tiers for their purges, which are in force in G2 and owed to those that lack them when this
         returns. `joining` is to remember everything."""
-        latest, seen = self.owed(), self._seen.copy()
+        latest: dict[Scope, Wall] = {}
+        seen = self._seen.copy()
         tiers = [tier for tier in self._lower.values() if not tier.resting]
         if joining is not None:
             tiers.append(joining)
@@ -189,6 +248,11 @@ class Purger:
                 _add(latest, part)
                 await asyncio.sleep(0)
         first, self._synced = self._is_first(), True
+        for tier in {*self._lower.values(), *tiers}:
+            for scopes in slices(list(tier.owed), _APPLIED):
+                self._follow_log(scopes)
+                _add(latest, ((scope, tier.owed[scope]) for scope in scopes if scope in tier.owed))
+                await asyncio.sleep(0)
         await self._drop_below_floor()
         # A number that the log does not have is a guess: the log may give it to another purge.
         logged = next((tombstones for tier, tombstones in asked if tier.purge_log() is not None), {})
@@ -211,7 +275,10 @@ class Purger:
         """Every tier owes these purges from now on but for those that it is `known` to have."""
         for part in slices(list(latest.items()), _APPLIED):
             for tier in {*self._lower.values(), *known}:
-                _add(tier.owed, (purge for purge in part if _lacks(known.get(tier, {}), *purge)))
+                lacking = [purge for purge in part if _lacks(known.get(tier, {}), *purge)]
+                _add(tier.owed, lacking)
+                if (log := tier.purge_log()) is not None:
+                    self._hold(scope for scope, before in lacking if is_refused(before) and not log.holds(scope))
             await asyncio.sleep(0)
 
     async def _note_in_force(self, latest: Mapping[Scope, Wall], tiers: Collection[Metered], last: int) -> None:
@@ -298,13 +365,14 @@ class Purger:
     ) -> bool:
         """Purge in one tier what it owes, of these tenants or of all, and is not `known` to have, until it fails; empty
         it first where that is owed. Whether it has that now."""
+        log = tier.purge_log()
         try:
             if tier.stale:
                 await tier.empty()
                 tier.stale = False
             for part in slices([owed for owed in tier.owed.items() if tenants is None or owed[0] in tenants]):
                 for scope, before in part:
-                    if _lacks(known, scope, before):
+                    if _lacks(known, scope, before) or (log is not None and log.holds(scope)):
                         await tier.purge(scope, before)
                     self._confirm(tier, scope, before)
                 await asyncio.sleep(0)
@@ -340,13 +408,14 @@ class _News(NamedTuple):
 
 
 def _add(purges: dict[Scope, Wall], more: Iterable[tuple[Scope, Wall]]) -> None:
-    """Of each scope the latest."""
-    purges.update((scope, max(before, purges.get(scope, before))) for scope, before in more)
+    """Of each scope the latest, refused where one is."""
+    purges.update((scope, later(before, purges.get(scope, before))) for scope, before in more)
 
 
 def _lacks(known: Mapping[Scope, Wall], scope: Scope, before: Wall) -> bool:
     """Whether a purge is not among those that a tier is known to have."""
-    return before > known.get(scope, 0.0) + _ROUNDED_S
+    has = known.get(scope, Wall(0.0))
+    return before > has + (0.0 if is_refused(before) or is_refused(has) else _ROUNDED_S)
 
 
 def _last_number(tombstones: Mapping[Scope, Wall]) -> int:

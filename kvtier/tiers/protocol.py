@@ -211,6 +211,16 @@ class PurgeLogging(Protocol):
     floor: int
     """What was written at a position below is purged, whosesoever it is: `tombstones` does not name it."""
 
+    def hold(self, scope: Scope) -> None:
+        """A purge of the scope's tenant is asked for: what it wrote until now counts as purged here, and the log holds
+        the purge until it has an entry for it that was begun after this call."""
+
+    def holds(self, scope: Scope) -> bool:
+        """Whether a purge of the scope's tenant has no entry in the log yet."""
+
+    def mark(self, scope: Scope) -> Wall:
+        """The mark up to which the scope's tenant is purged by what was read of the log; -inf where it never was."""
+
     def remember(self, raw: bytes) -> int:
         """`memory` of an earlier process: the log must go on from there. Returns its position. Before `open`."""
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from kvtier.checksum import DIGEST_BYTES, digest_of
@@ -58,6 +59,18 @@ _MEMORY = struct.Struct(f"<8sQ{DIGEST_BYTES}s")
 _MEMORY_MAGIC = b"KVPLOG01"
 
 
+class _Held:
+    """One call of `TenantLog.hold`. `number`: that its entry was to have."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+_NOTHING = _Held(0)
+
+
 class LogBroken(TierError):
     """The log does not go on from what this replica has read of it."""
 
@@ -66,7 +79,8 @@ class LogBroken(TierError):
 
 
 class TenantLog:
-    """One replica's reading of the log, on the tier's event loop. `covers` and `all` are for any thread."""
+    """One replica's reading of the log, on the tier's event loop. `covers`, `all`, `mark`, `hold` and `holds` are for
+    any thread."""
 
     def __init__(self, bucket: Bucket, names: ObjectNames, signer: Signer, clock: Clock) -> None:
         self._bucket = bucket
@@ -83,7 +97,8 @@ class TenantLog:
         """Number of the last entry that was read."""
         self.read_at = Mono("-inf")
         """When the last listing began that was read to its end."""
-        self._held: dict[Scope, int] = {}  # tenant → number that its purge is to have, where the log lacks it yet
+        self._held: dict[Scope, _Held] = {}  # tenant → its purge that the log lacks yet
+        self._holding = threading.Lock()
         self.floor = 0
         """What was written at a position below is purged, whosesoever it is."""
         self.faults = 0
@@ -94,7 +109,7 @@ class TenantLog:
     def covers(self, scope: Scope, position: int) -> bool:
         """Whether blocks of the scope that were written at this position are purged."""
         tenant = tenant_of(scope)
-        return position < max(self.floor, self._last.get(tenant, 0), self._held.get(tenant, 0))
+        return position < max(self.floor, self._last.get(tenant, 0), self._held.get(tenant, _NOTHING).number)
 
     def mark(self, scope: Scope) -> Wall:
         """The mark up to which the scope's tenant is purged; -inf where it never was."""
@@ -228,7 +243,13 @@ class TenantLog:
 
     def hold(self, scope: Scope) -> None:
         """What the scope's tenant wrote until now is purged for this replica, whether or not `append` succeeds."""
-        self._held[tenant_of(scope)] = self.position + 1
+        with self._holding:
+            self._held[tenant_of(scope)] = _Held(self.position + 1)
+
+    def holds(self, scope: Scope) -> bool:
+        """Whether there was no `append` since `hold` that began later and succeeded. An entry of others is none: blocks
+        may have been stored behind it before `hold`."""
+        return tenant_of(scope) in self._held
 
     async def append(self, scope: Scope) -> int:
         """Purge the scope's tenant: what was written until now is gone for every replica that reads the log on. Returns
@@ -236,8 +257,12 @@ class TenantLog:
         async with self._turn():
             if self.position - self._snapshot >= SNAPSHOT_EVERY:
                 await self._write_snapshot()
-            number = await self._create(lambda number: (self.floor, {tenant_of(scope): number}))
-            self._held.pop(tenant_of(scope), None)
+            tenant = tenant_of(scope)
+            held = self._held.get(tenant)
+            number = await self._create(lambda number: (self.floor, {tenant: number}))
+            with self._holding:
+                if self._held.get(tenant) is held:  # a later one may be of after the entry
+                    self._held.pop(tenant, None)
             return number
 
     async def _create(self, content: Callable[[int], tuple[int, Mapping[Scope, int]]]) -> int:

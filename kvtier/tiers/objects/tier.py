@@ -362,13 +362,14 @@ class ObjectTier:
         return await self._ready_then(self._remover.everything() if keys is None else self._remover.blocks(keys))
 
     async def purge(self, scope: Scope, before: Wall) -> int:
-        """Write the purge of the scope's tenant to the log, unless the log has a later one than `before` says, then
-        delete the objects that it covers. Raises TierError: where the log could not be written, this replica alone
-        keeps to it."""
+        """Write the purge of the scope's tenant to the log, unless it has a later one than `before` says and holds none
+        (`PurgeLogging.hold`), then delete the objects that it covers. Raises TierError: where the log could not be
+        written, this replica alone keeps to it."""
         self._usable()
-        if before < self._store.purges.mark(scope):
-            return 0  # a purge of the log, which another tier has learned
-        self._store.purges.hold(scope)
+        if not self._store.purges.holds(scope):
+            if before < self._store.purges.mark(scope):
+                return 0  # a purge of the log, which another tier has learned
+            self._store.purges.hold(scope)
         return await self._ready_then(self._remover.purge(scope))
 
     async def tombstones(self) -> Mapping[Scope, Wall]:

@@ -14,40 +14,13 @@ import kvtier
 from kvtier.errors import KVTierError, TierError
 from kvtier.identity.keys import Scope, scope_of
 from kvtier.manager.write_behind import WriteBehind
-from kvtier.testing import MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace
+from kvtier.testing import MemoryTier, chain_of, payloads_of
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.objects import purge_log
 from kvtier.times import Wall
+from tests.tiers.objects.support.caches import NS, Fleet, fail, found, learn, put
 from tests.tiers.objects.support.inline import inline_tier
-from tests.tiers.objects.support.virtual_bucket import SkewedClock, VirtualBucket, VirtualServer
-
-NS = sample_namespace(4096)
-SECRET = "5f" * 32
-
-
-class Fleet:
-    """Replicas with a G3 each on one bucket. `key`: whether they have one."""
-
-    def __init__(self, root: Path, key: bool = False) -> None:
-        self.root = root
-        self.clock = VirtualClock()
-        self.key = key
-
-    def config(self, name: str, away: bool = False, g3: bool = True) -> kvtier.Config:
-        g4 = {"url": f"file://{self.root / ('away' if away else 'bucket')}", "stride": 4}
-        tiers = {"g2": {"capacity": 64 * 4096}, "g4": g4}
-        if g3:
-            tiers["g3"] = {"path": str(self.root / name), "capacity": "4MiB"}
-        security = {"key": SECRET} if self.key else {}
-        limits = {"lookup": "20s", "get": "20s", "put": "20s"}
-        return kvtier.Config.parse({"tiers": tiers, "security": security, "deadlines": limits})
-
-    def open(self, name: str, ahead_s: float = 0.0, **more: bool) -> kvtier.AsyncCache:
-        if more.get("away"):
-            (self.root / "away").mkdir(exist_ok=True)
-            (self.root / "away").chmod(0o700)
-        clock = SkewedClock(self.clock, ahead_s) if ahead_s else self.clock
-        return kvtier.aopen(self.config(name, **more), NS, clock=clock)
+from tests.tiers.objects.support.virtual_bucket import VirtualBucket, VirtualServer
 
 
 @pytest.fixture(params=[False, True], ids=["keyless", "keyed"])
@@ -55,24 +28,6 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Fleet:
     if request.param:
         pytest.importorskip("cryptography")
     return Fleet(tmp_path, request.param)
-
-
-async def put(cache: kvtier.AsyncCache, keys: Sequence[bytes]) -> None:
-    assert await cache.put(keys, payloads_of(list(keys), 4096)) == len(keys)
-    assert (await cache.flush()).pending == 0
-
-
-async def learn(fleet: Fleet, cache: kvtier.AsyncCache) -> None:
-    """What housekeeping does every twenty seconds."""
-    fleet.clock.advance(50)
-    await cache.manager._purger.sync()
-
-
-async def found(cache: kvtier.AsyncCache, keys: Sequence[bytes]) -> list[str]:
-    """Tiers that serve a chain, its bytes compared."""
-    async with cache.get(keys) as hit:
-        assert [bytes(block) for block in hit.blocks] == payloads_of(list(keys)[: len(hit)], 4096)
-        return list(hit.tiers)
 
 
 async def test_a_purge_covers_adapters_in_every_tier(fleet: Fleet) -> None:
@@ -192,10 +147,6 @@ async def test_a_purge_that_the_bucket_does_not_take_raises_and_is_made_up_for(f
     async with fleet.open("b", g3=False) as two:
         assert await found(two, chain) == []
         assert {scope_of("t")[:8]} <= {scope[:8] for scope in await two.manager.lower["g4"].tombstones()}
-
-
-async def fail(*_: object) -> None:
-    raise TierError("g4", "put", "no")
 
 
 async def test_a_log_that_was_cut_while_a_replica_was_away_takes_its_g4_out(fleet: Fleet) -> None:
