@@ -365,14 +365,13 @@ class Purger:
     ) -> bool:
         """Purge in one tier what it owes, of these tenants or of all, and is not `known` to have, until it fails; empty
         it first where that is owed. Whether it has that now."""
-        log = tier.purge_log()
         try:
             if tier.stale:
                 await tier.empty()
                 tier.stale = False
             for part in slices([owed for owed in tier.owed.items() if tenants is None or owed[0] in tenants]):
                 for scope, before in part:
-                    if _lacks(known, scope, before) or (log is not None and log.holds(scope)):
+                    if _lacks(known, scope, before):
                         await tier.purge(scope, before)
                     self._confirm(tier, scope, before)
                 await asyncio.sleep(0)

@@ -10,6 +10,9 @@
    listing began. It may be restarted, cut off from the bucket, and its uploads may land at any later time. G3 may fail to
    take a purge. Time has ticks, each as long as the bound.
 
+   A purge of this replica that cannot be written to the log raises, and is owed to it, over restarts, until an entry is
+   written for it: then it counts as one that returned.
+
    Invariants:
      LEARNT   a replica serves nothing that a purge covers which had returned when the listing began that it counts on
      BOUND    `strict`: no replica serves a block later than one tick after the purge returned that covers it
@@ -28,6 +31,7 @@
 #define RETURNED_UNWRITTEN 8
 #define PROMOTED_LATE 9
 #define NOTED_BEFORE_G3 10
+#define SETTLED_BY_ANOTHERS 11
 
 #ifndef BUG
 #define BUG NO_BUG
@@ -85,6 +89,7 @@ byte covers_of[PURGES + 1]; /* by entry: the last block that its purge covers */
 byte returned;              /* the last block that some purge covers which has returned */
 byte returned_at;
 byte now, computed;
+byte owed, owed_to;         /* 1 + the last block that a purge which raised covers; 0: none is owed. The expected number */
 byte blocks = BLOCKS, restarts = RESTARTS, refusals = REFUSALS;
 
 #define LEASED(r) (at[r].proven && now - at[r].proven_at <= 1)
@@ -248,7 +253,12 @@ append:
   :: atomic { true ->                                   /* it raises: the bucket cannot be reached */
        if
        :: BUG == RETURNED_UNWRITTEN
-       :: BUG != RETURNED_UNWRITTEN -> upto = 0; number = 0; r = 0; goto end
+       :: BUG != RETURNED_UNWRITTEN ->
+          if
+          :: r == 0 -> owed = upto + 1; owed_to = at[0].read + 1
+          :: else
+          fi;
+          upto = 0; number = 0; r = 0; goto end
        fi }
   fi;
   atomic {                                              /* it returns; its G3 has it, too */
@@ -263,6 +273,24 @@ append:
     upto = 0; number = 0; r = 0;
     goto end
   }
+}
+
+/* A purge that raised is tried again. */
+inline settle() {
+  if
+  :: owed - 1 > returned -> returned = owed - 1; returned_at = now
+  :: else
+  fi;
+  owed = 0; owed_to = 0
+}
+
+proctype Again() {
+end:
+  do
+  :: d_step { owed > 0 && at[0].looked ->
+       entries++; covers_of[entries] = owed - 1; at[0].read = entries; honest(); settle() }
+  :: d_step { BUG == SETTLED_BY_ANOTHERS && owed > 0 && at[0].read >= owed_to -> settle() }
+  od
 }
 
 /* Ends at once; what is on disk stays, and what was noted of the log. */
@@ -283,5 +311,5 @@ end:
 }
 
 init {
-  atomic { run Work(0); run Look(0); run Other(); run Purge(); run World() }
+  atomic { run Work(0); run Look(0); run Other(); run Purge(); run Again(); run World() }
 }
