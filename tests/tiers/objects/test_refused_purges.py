@@ -161,7 +161,7 @@ async def test_an_entry_that_was_begun_before_a_purge_is_not_its_own(tmp_path: P
         create, landed = bucket.create, []
 
         async def held_meanwhile(*arguments: object) -> object:
-            landed.append(await create(*arguments))  # type: ignore[arg-type]
+            landed.append(await create(*arguments))
             log.hold(T)
             return landed[-1]
 
