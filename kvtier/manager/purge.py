@@ -84,7 +84,7 @@ class Purger:
         self._lower.lose_names()
         self._settle(tenants)
         if self._follow_log(tenants):
-            await self._number(tenants, [(tier, {}) for tier in self._lower.values() if tier.purge_log() is None])
+            await self._tell_refused(tenants)
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
@@ -105,6 +105,21 @@ class Purger:
             async with asyncio.timeout(_NUMBERED_S):
                 await asyncio.gather(*(self._spread(tier, known, tenants) for tier, known in asked))
 
+    async def _tell_refused(self, tenants: Collection[Scope]) -> None:
+        """Have the tiers beside the log know that purges of these tenants were refused, as far as they answer in time:
+        above the purges that they have from other processes, which may have read further."""
+
+        async def tell(tier: Metered) -> None:
+            with suppress(KVTierError):
+                known = await tier.tombstones()
+                has = ((scope, known[scope]) for scope in tenants if scope in known)
+                _add(tier.owed, [(scope, refused(mark)) for scope, mark in has if self._refused(scope)])
+                await self._spread(tier, {}, tenants)
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_NUMBERED_S):
+                await asyncio.gather(*(tell(tier) for tier in self._lower.values() if tier.purge_log() is None))
+
     def _hold(self, scopes: Iterable[Scope]) -> None:
         """The log owes these purges an entry each."""
         for log in self._logs().values():
@@ -117,19 +132,23 @@ class Purger:
 
     def _follow_log(self, scopes: Iterable[Scope]) -> bool:
         """Of what the log's tier owes of these: what the log holds was refused, and is owed as such by every tier; what
-        was refused and has its entry now is owed by its number. Whether any was refused now."""
-        any_refused = False
+        was refused and has its entry now is owed by its number. Whether the log holds any."""
+        any_held = False
         for logging, log in self._logs().items():
             for scope in scopes:
                 owed = logging.owed.get(scope)
                 if owed is None or is_refused(owed) is log.holds(scope):
+                    any_held |= owed is not None and is_refused(owed)
                     continue
                 if is_refused(owed):
                     self._note_logged(scope, log.mark(scope))
                 else:
-                    any_refused = True
+                    any_held = True
                     self._note_refused(scope, refused(owed))
-        return any_refused
+        return any_held
+
+    def _refused(self, scope: Scope) -> bool:
+        return any(is_refused(tier.owed.get(scope, Wall(0.0))) for tier in self._logs())
 
     def _note_refused(self, scope: Scope, mark: Wall) -> None:
         """The log did not take a purge, which has this mark now."""

@@ -136,6 +136,23 @@ async def test_a_purge_while_g4_is_left_out_is_settled_by_no_entry_of_others(tmp
             await one.__aexit__(None, None, None)
 
 
+async def test_a_purge_is_remembered_as_refused_over_one_of_a_process_that_had_read_further(tmp_path: Path) -> None:
+    """Both share a G3, which has the other's purge already, by a later number than the refused one expects."""
+    fleet, chain = Fleet(tmp_path), chain_of(NS, 8, 1, T)
+    async with fleet.open("a") as two:
+        async with fleet.open("a") as one:
+            bucket_of(one).create = fail
+            await two.purge("t")
+            await put(two, chain)
+            fleet.clock.advance(1)
+            with pytest.raises(TierError):
+                await one.purge("t")
+        async with fleet.open("a") as one:
+            for cache in (one, two, one, two):
+                await learn(fleet, cache)
+            assert await found(one, chain) == await found(two, chain) == []
+
+
 async def test_a_purge_that_is_asked_for_again_has_one_entry(tmp_path: Path) -> None:
     """It was refused, and the tier that was told so is not taken for one that knows of another."""
     fleet, chain = Fleet(tmp_path), chain_of(NS, 8, 1, T)
