@@ -228,11 +228,24 @@ def _add_one_req(original: Callable[..., Any], adder: Any, req: Any, *arguments:
     if linker is None:
         return original(adder, req, *arguments, **named)
     if linker.awaited(req.rid):
+        _give_back_state(cache, req)
         return resolve_name("sglang.srt.managers.schedule_policy:AddReqResult").CONTINUE
     outcome = original(adder, req, *arguments, **named)
     if adder.can_run_list and adder.can_run_list[-1] is req:
         linker.admitted(req)
     return outcome
+
+
+def _give_back_state(cache: Any, req: Any) -> None:
+    """The match has taken a slot for the request's state, and is made anew before the request is admitted. SGLang gives
+    such a slot back at the request with which it ends a batch, and passes over none that has one: those of requests
+    that wait would leave the ones that run without."""
+    kv = req.kv
+    if kv is None or not kv.holds_mamba or getattr(req, "session", None):  # a session's is its own
+        return
+    cache.req_to_token_pool.mamba_allocator.free(kv.mamba_pool_idx.unsqueeze(-1))
+    kv.mamba_pool_idx = kv.mamba_cow_src_index = None
+    kv.mamba_needs_clear = False
 
 
 def _take_events(original: Callable[..., Any], cache: Any) -> Any:

@@ -88,7 +88,7 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         self._weighs_loads = self._settings.own.get("recompute", "auto") == "auto"  # against prefill
         self.forward_stream = forward_stream
         device_pool = params.token_to_kv_pool_allocator.get_kvcache()
-        refuse(params)
+        refuse(server_args, params)
         self._pool = pool_of(device_pool, params.page_size, components, window_of(server_args, params))
         self._beside: Beside | None = Windows.of(self._pool, params.token_to_kv_pool_allocator)
         if self._pool.states:

@@ -15,8 +15,9 @@ _PLAIN_ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
 _BACKENDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 
-def refuse(params: Any) -> None:
-    """Raises IdentityError for trees whose requests keep more than their pool's pages."""
+def refuse(server: Any, params: Any) -> None:
+    """Raises IdentityError for trees whose requests keep more than their pool's pages, and for engines with states that
+    were not proved."""
     if params.is_eagle or params.mtp_draft_device_pools or params.sidecar_draft_device_pools:
         raise IdentityError(
             "the KV of a draft model is not kept; start without speculative decoding, or without kvtier"
@@ -24,6 +25,25 @@ def refuse(params: Any) -> None:
     requests, device_pool = getattr(params, "req_to_token_pool", None), params.token_to_kv_pool_allocator.get_kvcache()
     if getattr(requests, "mamba_pool", None) is not None:
         _refuse_states(params, requests, device_pool)
+        _refuse_unproved(server, params)
+
+
+def _refuse_unproved(server: Any, params: Any) -> None:
+    """Raises IdentityError for engines with states of which no test in an engine has shown that they are right."""
+    from sglang.srt.environ import envs
+
+    core = getattr(params, "tree_core_backend", None) or envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.get()
+    reasons = {
+        "several ranks share the model (tensor parallelism)": int(getattr(server, "tp_size", 1) or 1) > 1,
+        f"the core of its tree is {core}, not rust": core != "rust",
+        "they have no extra buffer": not params.enable_mamba_extra_buffer,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise IdentityError(
+                f"requests keep states beside their KV (Mamba, linear attention), and {reason}: not proved with "
+                "kvtier; start this engine without that (--mamba-radix-cache-strategy extra_buffer), or without kvtier"
+            )
 
 
 def _refuse_states(params: Any, requests: Any, device_pool: Any) -> None:

@@ -44,6 +44,22 @@ def test_salts_and_parameters_of_requests_are_kept(bench: Any) -> None:
     assert b.lookup("d", keys, salt="alice", load=False) == 0
 
 
+@pytest.mark.parametrize("salt", [None, "alice"])
+def test_pages_that_wait_for_their_copy_while_their_tenant_is_purged_are_not_stored(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, salt: str | None
+) -> None:
+    b, keys, others = bench(), keys_of(2), keys_of(2, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(b.linker._pages._engine, "poll", list)
+        assert b.offload(keys, [1, 2], salt=salt) and b.offload(others, [3, 4], salt="bob")
+        assert not b.settle()
+        b.linker._pages.cache.purge(salt)
+    assert b.settle() == [True, True]
+    assert b.until_promoted("r", keys) == 0 if salt is None else b.lookup("r", keys, salt=salt) == 0
+    assert b.lookup("s", others, salt="bob") == 2, "another tenant's stay"
+    assert b.pinned() == 0
+
+
 def test_an_offload_of_nobody_is_refused(bench: Any) -> None:
     b = bench()
     b.linker.before_offload([])

@@ -262,10 +262,12 @@ def test_requests_that_keep_states_elsewhere_are_refused() -> None:
     good = {
         "is_eagle": False, "mtp_draft_device_pools": (), "sidecar_draft_device_pools": (), "mtp_draft_mamba_pools": (),
         "token_to_kv_pool_allocator": TokenToKVPoolAllocator(device), "req_to_token_pool": requests,
+        "enable_mamba_extra_buffer": True, "tree_core_backend": "rust",
     }  # fmt: skip
-    refuse(SimpleNamespace(**good))
+    alone = SimpleNamespace(tp_size=1)
+    refuse(alone, SimpleNamespace(**good))
     plain = {**good, "token_to_kv_pool_allocator": TokenToKVPoolAllocator(mha())}
-    refuse(SimpleNamespace(**{**plain, "req_to_token_pool": object()}))
+    refuse(alone, SimpleNamespace(**{**plain, "req_to_token_pool": object()}))
     for changed, word in (
         (plain, "MHATokenToKVPool"), ({"req_to_token_pool": states()[1]}, "another pool"),
         ({"req_to_token_pool": other}, "OtherTable"),
@@ -275,7 +277,34 @@ def test_requests_that_keep_states_elsewhere_are_refused() -> None:
         ({"mtp_draft_mamba_pools": (object(),)}, "draft"),
     ):  # fmt: skip
         with pytest.raises(IdentityError, match=f"states beside their KV.*{word}"):
-            refuse(SimpleNamespace(**{**good, **changed}))
+            refuse(alone, SimpleNamespace(**{**good, **changed}))
+
+
+def test_states_in_engines_that_were_not_proved_are_refused() -> None:
+    from types import SimpleNamespace
+
+    from kvtier.connectors.sglang.refusals import refuse
+    from kvtier.errors import IdentityError
+
+    class TokenToKVPoolAllocator:
+        def __init__(self, pool: Any) -> None:
+            self.get_kvcache = lambda: pool
+
+    device, requests = states()
+    good = {
+        "is_eagle": False, "mtp_draft_device_pools": (), "sidecar_draft_device_pools": (), "mtp_draft_mamba_pools": (),
+        "token_to_kv_pool_allocator": TokenToKVPoolAllocator(device), "req_to_token_pool": requests,
+        "enable_mamba_extra_buffer": True, "tree_core_backend": "rust",
+    }  # fmt: skip
+    plain = {"token_to_kv_pool_allocator": TokenToKVPoolAllocator(mha()), "req_to_token_pool": object()}
+    refuse(SimpleNamespace(tp_size=1), SimpleNamespace(**good))
+    for ranks, changed, word in (
+        (2, {}, "tensor parallelism"), (1, {"tree_core_backend": "python"}, "python, not rust"),
+        (1, {"enable_mamba_extra_buffer": False}, "no extra buffer"),
+    ):  # fmt: skip
+        with pytest.raises(IdentityError, match=f"states beside their KV.*{word}.*not proved"):
+            refuse(SimpleNamespace(tp_size=ranks), SimpleNamespace(**{**good, **changed}))
+        refuse(SimpleNamespace(tp_size=ranks), SimpleNamespace(**{**good, **plain, **changed}))
 
 
 def test_pools_that_would_lose_a_part_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

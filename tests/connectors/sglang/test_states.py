@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -323,3 +324,55 @@ def test_states_of_latent_attention_are_each_ranks_own(stateful: Any) -> None:
     state, latent = b.state_of(3), [b.bytes_of(page) for page in HEAD]
     assert found(b, "r", keys) == [8] and load(b, "r", keys, list(range(21, 29)), 5) and b.run()
     assert b.state_of(5) == state and [b.bytes_of(page) for page in range(21, 29)] == latent
+
+
+@pytest.mark.parametrize("salt", [None, "alice"])
+def test_a_state_that_waits_for_its_copy_while_its_tenant_is_purged_is_not_stored(
+    stateful: Any, monkeypatch: pytest.MonkeyPatch, salt: str | None
+) -> None:
+    b, keys, others = stateful(), keys_of(8), keys_of(8, seed=1)
+    cache, engine = b.linker._pages.cache, b.linker._pages._engine
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "poll", list)
+        for name, asked in ((salt, keys), ("bob", others)):
+            assert b.offload(asked, HEAD, state=3, checkpoint=end(8), path=HEAD, salt=name)
+        assert not b.settle()
+        cache.purge(salt)
+    assert settled(b) == [True, True]
+    assert found(b, "r", keys, salt=salt) == [] and b.linker.known_of("r") == 0
+    assert found(b, "s", others, salt="bob") == [8], "another tenant's stay"
+    cache.check()
+    assert b.pinned() == 0
+    assert store(b, keys, salt=salt) == [True], "what is computed after the purge is kept"
+    assert found(b, "t", keys, salt=salt) == [8]
+
+
+@pytest.mark.parametrize("session", [None, "kept"])
+def test_a_request_that_waits_for_its_blocks_holds_no_slot_of_the_engines_states(
+    stateful: Any, monkeypatch: pytest.MonkeyPatch, session: str | None
+) -> None:
+    """The engine takes one where it matches the prompt, before it is told that the request is passed over. A session's
+    slot is not the match's."""
+    import torch
+    from sglang.srt.managers.schedule_batch import ReqKvInfo
+    from sglang.srt.managers.schedule_policy import AddReqResult
+
+    from kvtier.connectors.sglang.hooks import _add_one_req
+
+    b = stateful(slots=3)
+    allocator, admitted = b.requests.mamba_allocator, []
+    free = allocator.available_size()
+    tree = SimpleNamespace(linker=SimpleNamespace(cache_linker=b.linker), req_to_token_pool=b.requests)
+    adder = SimpleNamespace(tree_cache=tree, can_run_list=[])
+    monkeypatch.setattr(b.linker, "awaited", lambda rid: rid != "last")
+    for rid in ("one", "two", "three", "four", "last")[3 if session else 0 :]:
+        slot = allocator.alloc(1)
+        assert slot is not None, "requests that wait have taken them all"
+        kv = ReqKvInfo(mamba_pool_idx=slot[0], mamba_cow_src_index=torch.tensor([1]))
+        req = SimpleNamespace(rid=rid, kv=kv, session=session)
+        outcome = _add_one_req(lambda _, req: admitted.append(req.rid), adder, req)
+        waits = rid != "last"
+        assert outcome is (AddReqResult.CONTINUE if waits else None)
+        assert kv.holds_mamba == (not waits or session is not None)
+        assert (kv.mamba_cow_src_index is None) == (waits and session is None)
+    assert admitted == ["last"] and allocator.available_size() == free - (2 if session else 1)

@@ -334,3 +334,22 @@ def test_tiers_of_windows_announce_no_blocks(windowed: Any, monkeypatch: pytest.
     b = windowed()
     store(b, keys_of(8))
     assert b.linker.kv_events() == []
+
+
+@pytest.mark.parametrize("salt", [None, "alice"])
+def test_windows_that_wait_for_their_copy_while_their_tenant_is_purged_are_not_stored(
+    windowed: Any, monkeypatch: pytest.MonkeyPatch, salt: str | None
+) -> None:
+    b, keys, others = windowed(), keys_of(8), keys_of(8, seed=1)
+    cache = b.linker._pages.cache
+    with monkeypatch.context() as patch:
+        patch.setattr(b.linker._pages._engine, "poll", list)
+        for name, asked in ((salt, keys), ("bob", others)):
+            assert b.offload(asked, HEAD, checkpoint=end(8), path=HEAD, salt=name)
+        assert not b.settle()
+        cache.purge(salt)
+    assert settled(b) == [True, True]
+    assert found(b, "r", keys, salt=salt) == [] and b.linker.known_of("r") == 0
+    assert found(b, "s", others, salt="bob") == [8], "another tenant's stay"
+    cache.check()
+    assert b.pinned() == 0

@@ -58,6 +58,8 @@ ROWS = (
         f"{STATES}.py::test_a_prompt_comes_back_as_the_engines_own_hit"),
     Row("such states with pages of 1, 16, 64", WORKS,
         "test_states.py::test_states_are_cut_into_blocks_of_any_page"),
+    Row("such states with tensor parallelism, with SGLang's tree core in Python, or without an extra buffer",
+        "refused: not proved", f"{POOL}::test_states_in_engines_that_were_not_proved_are_refused"),
     Row("such states kept as int8, of drafts, in unified or page-major memory, with ReplaySSM, or with side states",
         _PART, f"{POOL}::test_pools_of_states_that_would_lose_a_part_are_refused"),
     Row("requests with states elsewhere than in such a pool", _STATE,

@@ -111,7 +111,7 @@ class Bench:
         allocator.translate_swa_indices_for_transfer = self.window_slots
         params = SimpleNamespace(
             token_to_kv_pool_allocator=allocator, page_size=page, is_eagle=False, mtp_draft_device_pools=(),
-            sidecar_draft_device_pools=(), req_to_token_pool=requests, enable_mamba_extra_buffer=grid > 0,
+            sidecar_draft_device_pools=(), req_to_token_pool=requests, enable_mamba_extra_buffer=True,
         )  # fmt: skip
         monkeypatch.setattr(module, "grid_of", lambda _: grid or page)
         monkeypatch.setattr(module, "window_of", lambda *_: WINDOW - 1 if Kind.SWA in kinds else 0)
