@@ -162,37 +162,33 @@ def _refuse_states(spec: Any, said: str, drafts: int) -> None:
 
 
 def refuse_unproven(vllm_config: Any, groups: Groups) -> None:
-    """Raises IdentityError for set-ups in which several groups were not proved."""
+    """Raises IdentityError for set-ups that were not proved, most of them with several groups alone."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
     from vllm.v1.core.block_pool import BlockPool
 
     drafter = getattr(getattr(vllm_config, "speculative_config", None), "method", None)
-    if contexts_of(vllm_config) > 1 and drafter is not None:
-        raise IdentityError(
-            f"kvtier does not serve decode context parallelism with speculative decoding ({drafter}); change that, or "
-            "start this engine without the connector"
-        )
-    if not groups.beside:
-        return
+    drafts, several = drafter is not None, bool(groups.beside)
+    divided, ranks = contexts_of(vllm_config) > 1, vllm_config.parallel_config.tensor_parallel_size > 1
     reasons = {
-        f"speculative decoding ({drafter})": drafter is not None and drafter not in _DRAFTERS,
-        "speculative decoding over pipeline stages": drafter is not None and stages_of(vllm_config) > 1,
+        f"decode context parallelism and speculative decoding ({drafter})": divided and drafts,
+        "decode context parallelism": several and divided,
+        f"speculative decoding ({drafter})": several and drafts and drafter not in _DRAFTERS,
+        "speculative decoding over pipeline stages": several and drafts and stages_of(vllm_config) > 1,
         f"speculative decoding ({drafter}) on several ranks": (
-            drafter is not None
-            and (groups.states or drafter not in NO_DRAFTER)
-            and vllm_config.parallel_config.tensor_parallel_size > 1
+            several and drafts and ranks and (groups.states or drafter not in NO_DRAFTER)
         ),
-        "ReplaySSM, which keeps a part of a state outside its block": getattr(
-            vllm_config.cache_config, "use_replayssm", False
+        "ReplaySSM, which keeps a part of a state outside its block": (
+            several and getattr(vllm_config.cache_config, "use_replayssm", False)
         ),
-        "decode context parallelism": contexts_of(vllm_config) > 1,
-        "prefix caching off": not vllm_config.cache_config.enable_prefix_caching,
-        "a vLLM that cannot report a failed load of several groups": not hasattr(base, "KVConnectorTransferResults"),
-        "a vLLM that cannot say when a block is handed out again": not hasattr(BlockPool, "unpin_blocks"),
+        "prefix caching off": several and not vllm_config.cache_config.enable_prefix_caching,
+        "a vLLM that cannot report a failed load of several groups": (
+            several and not hasattr(base, "KVConnectorTransferResults")
+        ),
+        "a vLLM that cannot say when a block is handed out again": several and not hasattr(BlockPool, "unpin_blocks"),
     }
     for reason, holds in reasons.items():
         if holds:
+            count = f"{1 + len(groups.beside)} groups of KV cache" if several else "a group of KV cache"
             raise IdentityError(
-                f"kvtier does not serve {1 + len(groups.beside)} groups of KV cache with {reason}; change that, or "
-                "start this engine without the connector"
+                f"kvtier does not serve {count} with {reason}; change that, or start this engine without the connector"
             )

@@ -59,6 +59,8 @@ def test_the_table_of_configurations_is_the_one_that_is_tested() -> None:
     for row in configurations.ROWS:
         module, _, name = row.test.partition("::")
         assert f"def {name}(" in (Path(__file__).parent / module).read_text(), row.name
+        served = [said for said in (row.on, row.off) if said.startswith("works")]
+        assert all(("shown without a model" in said) == module.endswith("_steps.py") for said in served), row.name
 
 
 def test_the_kubernetes_example_is_whole() -> None:

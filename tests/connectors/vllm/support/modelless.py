@@ -301,9 +301,13 @@ class Modelless:
             self.queue.append((output, self._run(output)))
         if len(self.queue) > self.asynchronous or (self.queue and not self.busy):
             self.scheduler.update_from_output(*self.queue.popleft())
-            if self.drafts_max and not self.asynchronous:
-                names = list(self._drafts)
-                self.scheduler.update_draft_token_ids(DraftTokenIds(names, [self._drafts[name] for name in names]))
+            self._tell_drafts()
+
+    def _tell_drafts(self) -> None:
+        """The scheduler plans the next step with them; with asynchronous scheduling it plans their places alone."""
+        if self.drafts_max and not self.asynchronous:
+            names = list(self._drafts)
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, [self._drafts[name] for name in names]))
 
     @property
     def busy(self) -> bool:
@@ -328,17 +332,14 @@ class Modelless:
                      *output.scheduled_cached_reqs.resumed_req_ids}:  # fmt: skip
             self.state_at.pop(name, None)
             self._right_drafts.pop(name, None)
-        for name in names:  # planned as if the drafts of the step before were right
-            if output.scheduled_spec_decode_tokens.get(name) or name in self._drafts:
-                self._begin[name] = min(self._begin[name], len(self.tokens[name]) - 1)
+        drafts = self._take_drafts(output)
         for name in names if self.states else ():
             self._carry_state(name, self._begin[name], self._begin[name] + output.num_scheduled_tokens[name])
         if self.loads_first:
             side.start_load_kv(None)
         for name in names:
-            begin, drafts = self._begin[name], output.scheduled_spec_decode_tokens.get(name, [])
-            self._planned = len(drafts)
-            self._given = self._drafts.pop(name, [])[: len(drafts)]
+            begin, self._given = self._begin[name], drafts[name]
+            self._planned = len(output.scheduled_spec_decode_tokens.get(name, []))
             sampled_ids.append(self._forward(name, begin, begin + output.num_scheduled_tokens[name]))
         if not self.loads_first:
             side.start_load_kv(None)
@@ -357,6 +358,17 @@ class Modelless:
             sampled_token_ids=sampled_ids,
             kv_connector_output=given,
         )
+
+    def _take_drafts(self, output: Any) -> dict[str, list[int]]:
+        """The drafts with which the step's requests are computed. It was planned as if those of the step before were
+        right: a request begins where it has got to."""
+        taken = {}
+        for name in output.num_scheduled_tokens:
+            planned = output.scheduled_spec_decode_tokens.get(name, [])
+            if planned or name in self._drafts:
+                self._begin[name] = min(self._begin[name], len(self.tokens[name]) - 1)
+            taken[name] = self._drafts.pop(name, [])[: len(planned)]
+        return taken
 
     def _follow(self, output: Any) -> None:
         self._begin = {}

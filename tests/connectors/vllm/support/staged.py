@@ -8,6 +8,7 @@ vLLM's own aggregator when the last rank has run it.
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
@@ -37,8 +38,10 @@ class Rank(Modelless):
         self.size, self.states, self.windows = engine.size, engine.states, engine.windows
         parallel = engine.vllm_config.parallel_config
         self.contexts, self.interleave = parallel.decode_context_parallel_size, parallel.cp_kv_cache_interleave_size
-        self.checkpoints, self._drafts, self._given, self.drafts_max = engine.checkpoints, {}, [], 0
-        self.drafter, self._right_drafts = "", {}
+        self.checkpoints, self._drafts, self._given = engine.checkpoints, engine._drafts, []
+        self.drafts_max, self._drafts_right, self._guess = engine.drafts_max, engine._drafts_right, engine._guess
+        self.drafter, self._right_drafts, self.asynchronous = "", {}, engine.asynchronous
+        self._lengths: dict[str, int] = {}  # tokens of the step's requests when the first rank began it
         self.tables, self.state_at, self.checked, self.ran = {}, {}, 0, 0
         self.tokens, self.answers, self.sessions = engine.tokens, engine.answers, engine.sessions
         self.reads = engine.reads if self.last else {}
@@ -68,6 +71,8 @@ class Rank(Modelless):
 
     def ready(self, output: Any) -> bool:
         """Whether all tokens that the step computes are known: some are sampled by an earlier step."""
+        if self.drafts_max:
+            return True  # of one stage, whose first rank samples them
         cached = output.scheduled_cached_reqs
         ends = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
         return all(begin + output.num_scheduled_tokens[name] <= len(self.tokens[name]) for name, begin in ends)
@@ -80,8 +85,24 @@ class Rank(Modelless):
             if offset // run % contexts == self.number % contexts:
                 yield place, depth, offset // (contexts * run) * run + offset % run
 
+    def _take_drafts(self, output: Any) -> dict[str, list[int]]:
+        """Those that the first rank has taken: it samples, and guesses anew, before the others run the step."""
+        if not self.drafts_max:
+            return super()._take_drafts(output)
+        if not self.number:
+            drafts = super()._take_drafts(output)
+            lengths = {name: len(self.tokens[name]) for name in drafts}
+            self.engine.given.append((dict(self._begin), drafts, lengths))
+        begins, drafts, self._lengths = self.engine.given[self.ran - 1]
+        self._begin = dict(begins)
+        return drafts
+
     def _content(self, name: str, place: int) -> int:
-        return super()._content(name, place) + (self.number << 56)
+        """Of a draft: what its rank computed, though the right token is known by then."""
+        if not self.drafts_max:
+            return super()._content(name, place) + (self.number << 56)
+        prefix = [*self.tokens[name][: self._lengths[name]], *self._given][: place + 1]
+        return int.from_bytes(hashlib.blake2b(repr(prefix).encode(), digest_size=7).digest()) + (self.number << 56)
 
     def _sample(self, name: str, end: int) -> list[int]:
         return super()._sample(name, end) if self.last else []
@@ -113,6 +134,7 @@ class Staged(Modelless):
         self.clock = VirtualClock()
         self.under_way = 0  # steps that were planned and had not ended, at most
         self.ranks = list[Rank]()
+        self.given = list[tuple[dict[str, int], dict[str, list[int]], dict[str, int]]]()  # see `Rank._take_drafts`
         engine = {
             "pipeline_parallel_size": self.count, "tensor_parallel_size": width, "distributed_executor_backend": "mp"
         }  # fmt: skip
@@ -169,6 +191,7 @@ class Staged(Modelless):
             self.ended += 1
             answer = self.aggregator.aggregate(answers, output_rank=self.output_rank)
             self.scheduler.update_from_output(output, answer)
+            self._tell_drafts()
 
     def _advance(self, number: int) -> None:
         """Let a rank run its next step, if that is planned and the rank before has run it."""
