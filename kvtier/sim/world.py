@@ -314,7 +314,7 @@ class World:
         try:
             host.cache.check()
         except TierError:  # the disk is out of use, as long as it fails
-            if self.history.mode == "liveness" or self.history.disk == "model":
+            if self.history.mode != "safety" or self.history.disk == "model":
                 raise
         self._bounded(host)
         host.cache.stats()

@@ -135,6 +135,26 @@ async def test_a_tier_is_not_asked_again_for_a_block_that_it_is_stuck_with() -> 
         cache.check()
 
 
+@pytest.mark.usefixtures("soon_stuck")
+async def test_a_tier_is_not_asked_again_for_a_block_that_another_brought_and_g2_has_no_more() -> None:
+    """The slot of the stuck read is no longer the block's, but the read goes on."""
+    clock, chain = SystemClock(), chain_of(NS, 2)
+    tier = Stuck(clock)
+    tiers = [tier, MemoryTier(NS, clock, name="g4", depth=Depth.G4)]
+    async with kvtier.aopen(CONFIG, NS, clock=clock, tiers=tiers) as cache:
+        await leave_stuck(cache, tier, chain)
+        async with cache.get(chain, 20) as hit:
+            assert set(hit.tiers) == {"g4"}
+        await cache.evict("g2")
+        assert not any(map(cache.manager.holds, chain))
+        async with asyncio.timeout(10):
+            found = await cache.manager.promoter.load(chain, {"g3": [0, 1]}, Mono(clock.monotonic() + 100))
+        assert dict(found) == {0: Miss.LATE, 1: Miss.LATE}
+        tier.gate.set()
+        await until(lambda: not cache.stats()["g2"]["quarantined"])
+        cache.check()
+
+
 async def test_who_shares_a_read_waits_for_it_until_it_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.manager.given_up.STUCK_S", 0.3)
     clock, chain = SystemClock(), chain_of(NS, 2)

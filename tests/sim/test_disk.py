@@ -18,9 +18,10 @@ from kvtier.tiers.disk.preallocate import Preallocator
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.disk.write import WriteBatch
 
+SEEDS = [("safety", 0), ("safety", 1), ("liveness", 0), ("engines", 4)]
 DIGESTS = (
     "from kvtier.sim import make_history, play; "
-    "print([play(make_history(seed, disk='real')).digest for seed in range(3)])"
+    f"print([play(make_history(seed, mode, disk='real')).digest for mode, seed in {SEEDS}])"
 )
 
 
@@ -53,13 +54,25 @@ def test_no_promise_is_broken_with_real_disks_in_twelve_thousand_histories(mode:
     assert not failures(mode, range(500 * part, 500 * (part + 1)))
 
 
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_no_promise_is_broken_with_engines_over_real_disks_in_a_hundred_histories() -> None:
+    assert not failures("engines", range(100))
+
+
+def test_an_engine_reads_from_a_real_disk() -> None:
+    one = play(make_history(4, "engines", disk="real"))
+    assert not one.failure
+    assert any("'tokens_read_g3': " in line for line in one.lines)
+
+
 def test_a_seed_is_one_history_whatever_the_process() -> None:
     """With threads, files and an index of its own another process plays the same."""
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
     words = [sys.executable, "-c", DIGESTS]
     other = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment, check=True)
-    mine = [play(make_history(seed, disk="real")).digest for seed in range(3)]
-    assert len(set(mine)) == 3
+    mine = [play(make_history(seed, mode, disk="real")).digest for mode, seed in SEEDS]
+    assert len(set(mine)) == len(SEEDS)
     assert other.stdout.strip() == str(mine)
 
 
