@@ -31,6 +31,7 @@ from kvtier.tiers.protocol import Miss, Stored
 from kvtier.times import Wall
 from tests.support.waiting import until
 from tests.tiers.disk.support.bad_medium import BadMedium
+from tests.tiers.disk.support.crash_mixed import CAPACITY as CAPACITY_OF_KILLED
 from tests.tiers.disk.support.crash_mixed import both as opened_both
 from tests.tiers.disk.support.crash_relocation import KEPT as KEPT_OF_KILLED
 from tests.tiers.disk.support.keys import sample_keys
@@ -158,10 +159,14 @@ async def test_a_guest_is_read_from_its_new_slot_and_the_old_one_is_used(
     ):
         here = Scene(s, big, medium, tmp_path / "g3")
         await here.run(monkeypatch, nothing, before=True)
+
+        def are_back() -> bool:
+            with s._store.index.reading() as txn:
+                return not misplaced(txn) and not guests_in(txn)
+
+        await until(are_back, "the last of them are copied")
         for one in here.copied:
             assert here.place_of(one.name) == (one.to.segment, one.to.slot)
-        with s._store.index.reading() as txn:
-            assert not misplaced(txn) and not guests_in(txn)
         assert await get(s, KEPT) == [True] * len(KEPT)
         assert True in await get(big, keys(LARGE, 4))
         until_then = await s.retained()
@@ -358,7 +363,8 @@ async def test_closing_gives_back_what_was_to_be_copied(tmp_path: Path, monkeypa
 async def test_a_kill_at_any_point_of_a_copy_loses_nothing(tmp_path: Path, hit: int) -> None:
     done = run(program("crash_relocation", tmp_path / "g3", hit), 120)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    async with opened_both(tmp_path / "g3", VirtualClock(1_800_000_001.0), BadMedium()) as (small, large):
+    clock = VirtualClock(1_800_000_001.0)
+    async with opened_both(tmp_path / "g3", clock, BadMedium(), CAPACITY_OF_KILLED) as (small, large):
         small.check()
         assert not small._store.index.has_dead_owners()
         assert await get(small, KEPT_OF_KILLED) == [True] * len(KEPT_OF_KILLED)

@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ import pytest
 
 from kvtier.bench.tiers.class_store import NOW, ClassStore, name_of, new_block
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
-from kvtier.tiers.disk import allocator, recovery, shrink
+from kvtier.tiers.disk import allocator, quarantine, recovery, shrink
 from kvtier.tiers.disk.allocator import FREE_ROWS_PER_TXN, Promise
 from kvtier.tiers.disk.geometry import Geometry
 from kvtier.tiers.disk.group_commit import CommitJob
@@ -29,6 +30,7 @@ from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Miss, Stored
 from kvtier.times import Wall
+from tests.support.waiting import until
 from tests.tiers.disk.support.store import BLOCK, get, opened, put, shrunk, slabs
 from tests.tiers.disk.support.subprocesses import ROOT, environment, program
 
@@ -253,6 +255,28 @@ async def test_a_file_that_cannot_be_cut_is_cut_later(tmp_path: Path, monkeypatc
         fails[0] = False
         await shrunk(tier)
         assert size_of(path) == SMALL * BLOCK
+
+
+@pytest.mark.usefixtures("small_segments")
+async def test_a_store_with_a_budget_that_goes_out_of_use_while_it_shrinks_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer thread asks how much the next step will do, at any moment."""
+    monkeypatch.setattr(quarantine, "PROBE_FIRST_S", 0.05)
+    monkeypatch.setattr(Shrink, "due_jobs", lambda self, index: [])  # it shrinks on
+    path, clock = tmp_path / "g3", VirtualClock()
+    async with opened(path, LARGE, clock=clock) as tier:
+        await fill(tier, LARGE, 1)
+    async with opened(path, SMALL, clock=clock) as tier:
+        store = tier._store
+        store.limit_writes(tier, 1e15, time.monotonic)
+        await until(lambda: store.room.busy, "it shrinks")
+        for _ in range(5):
+            store.quarantine("for the test")
+            assert not store.room.busy and store.room.evictions() == 0
+            await until(lambda: store.index_in_use is not None, "it is in use again")
+            await until(lambda: store.room.busy, "it shrinks on")
+        assert set(await put(tier, chain_of(NAMESPACE, 4, 7))) == {Stored.STORED}
 
 
 KEPT = Wall(NOW + 100)
