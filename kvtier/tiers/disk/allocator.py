@@ -238,8 +238,8 @@ class Segments:
     def _trim(self, number: int) -> bool:
         """`trim` of the last segment, or of one that only part of is within the capacity."""
         record, room = self._record(number), self._room_in(number)
-        if number in self.draining:
-            return False
+        if number in self.draining and record.used <= self.guests.of(number):
+            return False  # `save` hands it over, and deletes its free slots for that
         while record.fresh > room and self._rows_left > 0 and self._take_back(number, record.fresh - 1):
             record = record._replace(fresh=record.fresh - 1)
             self._rows_left -= 1
@@ -260,11 +260,12 @@ class Segments:
         return True
 
     def _take_back(self, segment: int, slot: int) -> bool:
-        """Whether nothing but a bad place lies on a slot that was used; then it is not free any more."""
+        """Whether nothing but a bad place or a guest lies on a slot that was used; then it is not free any more. A
+        guest within the capacity stays; `_trim` looks for one behind it."""
         slot_cls = self._record(segment).slot_class
-        if self.guests.first_on(segment, extent_of_slots(range(slot, slot + 1), slot_cls)) is not None:
-            return False
         if self._txn.delete(free_key(slot_cls, segment, slot)):
+            return True
+        if self.guests.first_on(segment, extent_of_slots(range(slot, slot + 1), slot_cls)) is not None:
             return True
         return self.bad.spoil(segment, slot_cls, slot) and self._txn.get(reserved_key(segment, slot)) is None
 

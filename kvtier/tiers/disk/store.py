@@ -272,8 +272,8 @@ class Store:
         return index.balance().allows(index.allowance(self._daily.bytes, self._daily.boot_s()), size)
 
     def _may_commit(self) -> bool:
-        """Whether the budget allows a transaction that nobody waits for; none while the store is out of use. Raises what
-        reading a damaged index raises."""
+        """Whether the budget allows a transaction that nobody waits for; none while the store is out of use. Raises
+        what reading a damaged index raises."""
         try:
             return self.may_write(COMMIT_BYTES)
         except (TierError, ClosedError):

@@ -18,7 +18,7 @@ import pytest
 
 from kvtier.bench.tiers.class_store import NOW, ClassStore, name_of, new_block
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
-from kvtier.tiers.disk import allocator, quarantine, recovery, shrink
+from kvtier.tiers.disk import allocator, drain, quarantine, recovery, shrink
 from kvtier.tiers.disk.allocator import FREE_ROWS_PER_TXN, Promise
 from kvtier.tiers.disk.geometry import Geometry
 from kvtier.tiers.disk.group_commit import CommitJob
@@ -311,12 +311,12 @@ class Shrinking:
             assert job.future.set_running_or_notify_cancel()
             job.future.set_result(self.index.transact(job.work))
 
-    def finish(self) -> bool:
+    def finish(self, *, drain: bool = True) -> bool:
         for _ in range(500):
             if not self.shrink.active:
                 return True
             self.step()
-            self.classes.transact(lambda txn: None)
+            self.classes.transact(lambda txn: None, drain=drain)
         return False
 
 
@@ -406,3 +406,44 @@ def test_a_segment_beyond_the_capacity_drains_for_no_other_size(tmp_path: Path) 
     store.resize(20 * SLOT_ALIGN)
     drains = [store.index.transact(lambda txn, one=one: txn.segments.drain(one, 1, Promise(4, 50))) for one in range(4)]
     assert drains == [True, True, True, False]
+
+
+def test_a_segment_that_drains_and_lies_partly_beyond_the_capacity_does_not_hold_a_store_up(tmp_path: Path) -> None:
+    """Where nobody drains it further, as while the capacity is changed by hand."""
+    store = Shrinking(tmp_path, 4, 8 * SLOT_ALIGN)
+    for number in range(32):
+        assert store.classes.put((1, number)) is Stored.STORED
+    assert store.index.transact(lambda txn: txn.segments.drain(2, 1, Promise(4, 50)))
+    store.resize(20 * SLOT_ALIGN)
+    assert store.finish(drain=False)
+    assert store.index.reach() == store.index.geometry() and store.classes.draining() == [2]
+    store.index.check()
+    for _ in range(2 * drain.STEPS_PER_LOOK):
+        store.classes.transact(lambda txn: None)
+    assert store.classes.resident(1, range(32)) == 16 and store.classes.class_of(2) == 4
+    store.resize(32 * SLOT_ALIGN)
+    for number in range(100, 164):
+        assert store.classes.put((1, number)) is Stored.STORED
+    assert store.index.usage()[0] == 32, "slots are lost"
+    store.index.check()
+
+
+def test_a_guest_within_the_capacity_on_a_slot_that_is_cut_does_not_hold_a_store_up(tmp_path: Path) -> None:
+    store = Shrinking(tmp_path, 4, 8 * SLOT_ALIGN)
+    for number in range(32):
+        assert store.classes.put((1, number)) is Stored.STORED
+    everything = [name_of((1, number)) for number in range(32)]
+    (kept,) = [name for number, name in enumerate(everything) if store.classes.place_of((1, number)) == (2, 4)]
+    store.index.transact(partial(WriteTxn.retain, names=[kept], until=KEPT, served=None, wall_s=NOW))
+    assert store.index.transact(lambda txn: txn.segments.drain(2, 1, Promise(4, 50)))
+    store.index.transact(lambda txn: drain.evict(txn, everything, NOW))
+    store.index.transact(lambda txn: None)
+    assert store.classes.class_of(2) == 4 and store.classes.draining() == []
+    for number in range(2):  # the second one comes past the guest
+        store.classes.transact(lambda txn, number=number: store.classes.try_put(txn, (4, number)), drain=False)  # type: ignore[misc]
+    store.resize(22 * SLOT_ALIGN)
+    assert store.finish(drain=False)
+    store.index.check()
+    assert store.index.find([kept])[0][0] is not None
+    store.resize(32 * SLOT_ALIGN)
+    store.index.check()
