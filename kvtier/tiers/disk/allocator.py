@@ -334,7 +334,7 @@ class Segments:
         record = self._record(segment)
         waits = segment not in self.draining and self._filling(record.slot_class) != segment
         self._without_fresh.discard(record.slot_class)
-        if record.fresh < self._room_in(segment) and waits:
+        if self._has_fresh(segment) and waits:
             self._txn.put(_unfilled_prefix(record.slot_class) + _U32.pack(segment), b"")
 
     def _take_free(self, slot_cls: int) -> tuple[int, int] | None:
@@ -359,7 +359,7 @@ class Segments:
         width = 1
         while True:
             number = self._filling(slot_cls)
-            if number is None or self._record(number).fresh >= self._room_in(number):
+            if number is None or not self._has_fresh(number):
                 number = self._unfilled(slot_cls)
                 if number is None:
                     number = self._grow(slot_cls)
@@ -397,11 +397,15 @@ class Segments:
     def _unfilled(self, slot_cls: int) -> int | None:
         """Another segment of the class with never-used slots, which it fills now."""
         prefix = _unfilled_prefix(slot_cls)
-        for key, _ in rows(self._txn, prefix):
+        while (key := next((key for key, _ in rows(self._txn, prefix)), None)) is not None:
             self._txn.delete(key)
             number: int = _U32.unpack(key[len(prefix) :])[0]
-            return number
+            if self._has_fresh(number):  # else it was cut since; growing, it is remembered again
+                return number
         return None
+
+    def _has_fresh(self, number: int) -> bool:
+        return self._record(number).fresh < self._room_in(number)
 
     def _grow(self, slot_cls: int) -> int | None:
         """Give the class a segment that none uses."""

@@ -447,3 +447,27 @@ def test_a_guest_within_the_capacity_on_a_slot_that_is_cut_does_not_hold_a_store
     assert store.index.find([kept])[0][0] is not None
     store.resize(32 * SLOT_ALIGN)
     store.index.check()
+
+
+def test_a_segment_that_was_to_be_filled_and_is_cut_now_hands_out_no_slot(tmp_path: Path) -> None:
+    """It has never-used slots by what its class remembers, and has handed out more than it has by now."""
+    store = Shrinking(tmp_path, 4, 8 * SLOT_ALIGN)
+    store.resize(20 * SLOT_ALIGN)
+    accesses = [*((1, number) for number in range(8)), (4, 0), (4, 1), *((1, number) for number in range(8, 12))]
+    for access in accesses:
+        assert store.classes.put(access) is Stored.STORED
+    assert store.index.transact(lambda txn: txn.segments.drain(1, 4, Promise(1, 50)))
+    store.index.transact(lambda txn: txn.drop_all([name_of((4, 0)), name_of((4, 1))]))
+    assert store.classes.put((1, 100)) is Stored.STORED
+    assert store.classes.place_of((1, 100)) == (1, 0), "its class fills another segment"
+    store.resize(32 * SLOT_ALIGN)
+    store.resize(18 * SLOT_ALIGN)
+    for number in range(101, 120):
+        assert store.classes.put((1, number)) is Stored.STORED
+        store.index.check()
+    assert store.finish()
+    store.resize(32 * SLOT_ALIGN)
+    for number in range(200, 232):
+        assert store.classes.put((1, number)) is Stored.STORED
+    store.index.check()
+    assert store.index.usage()[0] == 32
