@@ -238,8 +238,8 @@ class Segments:
     def _trim(self, number: int) -> bool:
         """`trim` of the last segment, or of one that only part of is within the capacity."""
         record, room = self._record(number), self._room_in(number)
-        if number in self.draining:
-            return False
+        if number in self.draining and record.used <= self.guests.of(number):
+            return False  # `save` hands it over, and deletes its free slots for that
         while record.fresh > room and self._rows_left > 0 and self._take_back(number, record.fresh - 1):
             record = record._replace(fresh=record.fresh - 1)
             self._rows_left -= 1
@@ -260,11 +260,12 @@ class Segments:
         return True
 
     def _take_back(self, segment: int, slot: int) -> bool:
-        """Whether nothing but a bad place lies on a slot that was used; then it is not free any more."""
+        """Whether nothing but a bad place or a guest lies on a slot that was used; then it is not free any more. A
+        guest within the capacity stays; `_trim` looks for one behind it."""
         slot_cls = self._record(segment).slot_class
-        if self.guests.first_on(segment, extent_of_slots(range(slot, slot + 1), slot_cls)) is not None:
-            return False
         if self._txn.delete(free_key(slot_cls, segment, slot)):
+            return True
+        if self.guests.first_on(segment, extent_of_slots(range(slot, slot + 1), slot_cls)) is not None:
             return True
         return self.bad.spoil(segment, slot_cls, slot) and self._txn.get(reserved_key(segment, slot)) is None
 
@@ -333,7 +334,7 @@ class Segments:
         record = self._record(segment)
         waits = segment not in self.draining and self._filling(record.slot_class) != segment
         self._without_fresh.discard(record.slot_class)
-        if record.fresh < self._room_in(segment) and waits:
+        if self._has_fresh(segment) and waits:
             self._txn.put(_unfilled_prefix(record.slot_class) + _U32.pack(segment), b"")
 
     def _take_free(self, slot_cls: int) -> tuple[int, int] | None:
@@ -358,7 +359,7 @@ class Segments:
         width = 1
         while True:
             number = self._filling(slot_cls)
-            if number is None or self._record(number).fresh >= self._room_in(number):
+            if number is None or not self._has_fresh(number):
                 number = self._unfilled(slot_cls)
                 if number is None:
                     number = self._grow(slot_cls)
@@ -396,11 +397,15 @@ class Segments:
     def _unfilled(self, slot_cls: int) -> int | None:
         """Another segment of the class with never-used slots, which it fills now."""
         prefix = _unfilled_prefix(slot_cls)
-        for key, _ in rows(self._txn, prefix):
+        while (key := next((key for key, _ in rows(self._txn, prefix)), None)) is not None:
             self._txn.delete(key)
             number: int = _U32.unpack(key[len(prefix) :])[0]
-            return number
+            if self._has_fresh(number):  # else it was cut since; growing, it is remembered again
+                return number
         return None
+
+    def _has_fresh(self, number: int) -> bool:
+        return self._record(number).fresh < self._room_in(number)
 
     def _grow(self, slot_cls: int) -> int | None:
         """Give the class a segment that none uses."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
 from kvtier.tiers.disk.allocator import UNFILLED_KEY
@@ -56,11 +57,12 @@ class SearchFloors:
         self._keys[slot_cls, scope] = key
         self._until = min(self._until, until)
 
-    def lower_to(self, key: bytes, scope: bytes) -> None:
-        """A block of the scope has this key now."""
+    def lower_to(self, key: bytes, scope: bytes, stays_until: Callable[[], Wall]) -> None:
+        """A block of the scope has this key now. One that may not leave before a floor is forgotten anyway is passed
+        over like those there."""
         slot_cls = order_parts(key)[0]
         for place in ((slot_cls, scope), (slot_cls, ANY)):
-            if key < self._keys.get(place, b""):
+            if key < self._keys.get(place, b"") and stays_until() < self._until:
                 self._keys[place] = key
 
     def clear(self) -> None:
@@ -121,7 +123,7 @@ class EvictionOrder:
     def _put(self, name: bytes, entry: Entry) -> bytes:
         key = entry.order_key()
         self._txn.put(key, self._layout.written(name))
-        self._floors.lower_to(key, scope_in(name))
+        self._floors.lower_to(key, scope_in(name), partial(self._retained_until, name))
         return key
 
     def use(self, key: bytes) -> None:

@@ -146,13 +146,14 @@ class GroupCommit:
     def _run(self) -> None:
         more, stopping = False, False
         while not stopping or more:
-            with self._lock:
-                if not self._queue and not self._stopping and not more:
-                    self._lock.wait(self._idle_s)
-                self._gather()
-                jobs = self._take()
-                stopping = self._stopping and not jobs
+            jobs: list[CommitJob[Any]] = []
             try:
+                with self._lock:
+                    if not self._queue and not self._stopping and not more:
+                        self._lock.wait(self._idle_s)
+                    self._gather()
+                    jobs = self._take()
+                    stopping = self._stopping and not jobs
                 more = self._commit(jobs) if jobs else self._idle()
             except Exception as error:
                 more = False

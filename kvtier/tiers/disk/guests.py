@@ -12,6 +12,7 @@ becomes a guest's again: the block that follows it is of the segment's class.
 from __future__ import annotations
 
 import struct
+from itertools import islice
 from typing import Any
 
 from kvtier.tiers.disk.extents import Extent
@@ -32,11 +33,11 @@ def extent_of(held: Held) -> Extent:
     return Extent(held.slot * held.slot_class, held.slot_class)
 
 
-def guests_in(txn: Any, segment: int | None = None) -> list[tuple[int, Extent]]:
-    """(segment, place) of each guest, of one segment or of all."""
+def guests_in(txn: Any, segment: int | None = None, most: int | None = None) -> list[tuple[int, Extent]]:
+    """(segment, place) of each guest, of one segment or of all; the first `most`, if that is given."""
     prefix = GUEST_KEY if segment is None else _SEGMENT.pack(GUEST_KEY, segment)
     found = ((_PLACE.unpack(key), raw) for key, raw in rows(txn, prefix) if len(key) == _PLACE.size)
-    return [(number, Extent(first, _U32.unpack(raw)[0])) for (_, number, first), raw in found]
+    return [(number, Extent(first, _U32.unpack(raw)[0])) for (_, number, first), raw in islice(found, most)]
 
 
 def is_guest(txn: Any, held: Held) -> bool:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from kvtier import checksum
@@ -143,7 +142,7 @@ def misplaced(txn: Any) -> set[int]:
     """The classes of blocks that keep more of another class's slots than they are large, by the first GUESTS_PER_LOOK
     guests."""
     found = set[int]()
-    for segment, place in islice(guests_in(txn), GUESTS_PER_LOOK):
+    for segment, place in guests_in(txn, most=GUESTS_PER_LOOK):
         raw = txn.get(reserved_key(segment, place.first // place.units))
         writes = raw is not None and SlotReservation.class_of(raw) == place.units
         if not writes and _is_misplaced(txn, segment, place):

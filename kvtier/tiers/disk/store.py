@@ -104,12 +104,12 @@ class Store:
             index.on_damage = self._reader_failed
         self._mark = MarkWatch(self.parts[0])
         self._dead_owners = DeadOwners()
-        self._removals = Removals(self.touches, wall, lambda: maintained and self.may_write(COMMIT_BYTES))
-        self.shrink = Shrink(self.slab, self.parts[0], lambda: self.may_write(COMMIT_BYTES))
+        self._removals = Removals(self.touches, wall, lambda: maintained and self._may_commit())
+        self.shrink = Shrink(self.slab, self.parts[0], self._may_commit)
         if maintained:
             self.shrink.begin(index)
         self.room = RoomMaker(
-            self.reserved, self.shrink, wall, lambda: maintained and self.may_write(COMMIT_BYTES), self._idle.relocate
+            self.reserved, self.shrink, wall, lambda: maintained and self._may_commit(), self._idle.relocate
         )
         self._hold_until = 0.0
         hooks = self._writer_failed, lambda: 3 * self.reserved.writes // 4, self.room.evictions
@@ -271,6 +271,14 @@ class Store:
         index = self.index
         return index.balance().allows(index.allowance(self._daily.bytes, self._daily.boot_s()), size)
 
+    def _may_commit(self) -> bool:
+        """Whether the budget allows a transaction that nobody waits for; none while the store is out of use. Raises
+        what reading a damaged index raises."""
+        try:
+            return self.may_write(COMMIT_BYTES)
+        except (TierError, ClosedError):
+            return False
+
     def alone(self, segment: int, works: Sequence[Callable[[], None]], clock: Clock) -> list[OSError | None] | None:
         """`SlotHealth.alone`; None if the device is at fault, for which the store is out of use then."""
         try:
@@ -425,7 +433,7 @@ class Store:
             return False
         jobs = [*self._removals.due_jobs(index), *self.room.due_jobs(index)]
         jobs += [*self._dead_owners.due_jobs(index), *self._idle.trials.due_jobs(index, self._wall)]
-        may_write = self.may_write(COMMIT_BYTES)  # where it may not, nobody asks for slots either
+        may_write = self._may_commit()  # where it may not, nobody asks for slots either
         wanted = jobs or (may_write and (self.touches or self.reserved.has_returned))
         if wanted and not self._commit(jobs or [CommitJob(lambda txn: None)]):
             return False

@@ -7,7 +7,8 @@ import contextlib
 import shutil
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ from kvtier.errors import TierError
 from kvtier.identity.keys import BlockKey, scope_of_key
 from kvtier.testing import VirtualClock
 from kvtier.tiers.data_keys import DataKeys
-from kvtier.tiers.disk import idle_work, quarantine, recovery, relocation
+from kvtier.tiers.disk import eviction, guests, idle_work, quarantine, recovery, relocation
 from kvtier.tiers.disk.guests import guests_in
-from kvtier.tiers.disk.records import SLOT_ALIGN, Entry
+from kvtier.tiers.disk.records import SLOT_ALIGN, Entry, FreeSlot
 from kvtier.tiers.disk.relocation import Copied, Relocation, begin_relocations, copy_block, end_relocation, misplaced
 from kvtier.tiers.disk.slab import DRAFT, Slab
 from kvtier.tiers.disk.store import Store
@@ -31,6 +32,7 @@ from kvtier.tiers.protocol import Miss, Stored
 from kvtier.times import Wall
 from tests.support.waiting import until
 from tests.tiers.disk.support.bad_medium import BadMedium
+from tests.tiers.disk.support.crash_mixed import CAPACITY as CAPACITY_OF_KILLED
 from tests.tiers.disk.support.crash_mixed import both as opened_both
 from tests.tiers.disk.support.crash_relocation import KEPT as KEPT_OF_KILLED
 from tests.tiers.disk.support.keys import sample_keys
@@ -158,10 +160,14 @@ async def test_a_guest_is_read_from_its_new_slot_and_the_old_one_is_used(
     ):
         here = Scene(s, big, medium, tmp_path / "g3")
         await here.run(monkeypatch, nothing, before=True)
+
+        def are_back() -> bool:
+            with s._store.index.reading() as txn:
+                return not misplaced(txn) and not guests_in(txn)
+
+        await until(are_back, "the last of them are copied")
         for one in here.copied:
             assert here.place_of(one.name) == (one.to.segment, one.to.slot)
-        with s._store.index.reading() as txn:
-            assert not misplaced(txn) and not guests_in(txn)
         assert await get(s, KEPT) == [True] * len(KEPT)
         assert True in await get(big, keys(LARGE, 4))
         until_then = await s.retained()
@@ -358,7 +364,8 @@ async def test_closing_gives_back_what_was_to_be_copied(tmp_path: Path, monkeypa
 async def test_a_kill_at_any_point_of_a_copy_loses_nothing(tmp_path: Path, hit: int) -> None:
     done = run(program("crash_relocation", tmp_path / "g3", hit), 120)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    async with opened_both(tmp_path / "g3", VirtualClock(1_800_000_001.0), BadMedium()) as (small, large):
+    clock = VirtualClock(1_800_000_001.0)
+    async with opened_both(tmp_path / "g3", clock, BadMedium(), CAPACITY_OF_KILLED) as (small, large):
         small.check()
         assert not small._store.index.has_dead_owners()
         assert await get(small, KEPT_OF_KILLED) == [True] * len(KEPT_OF_KILLED)
@@ -501,3 +508,54 @@ def test_a_copy_pushes_out_nothing_that_is_worth_more(tmp_path: Path) -> None:
 
     assert store.transact(reserve, drain=False) is None
     assert not store.index.demand.waits
+
+
+def test_a_look_for_guests_reads_a_bounded_number_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ClassStore(tmp_path / "index", 2, 4096 * SLOT_ALIGN)
+
+    def add(txn: WriteTxn) -> None:
+        for number in range(4000):
+            txn.segments.guests.add(FreeSlot(1, 0, number))
+
+    store.put((8, 0))
+    store.transact(add, drain=False)
+    seen = Counter[str]()
+    rows = guests.rows
+
+    def counted(txn: Any, prefix: bytes, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        for row in rows(txn, prefix, start):
+            seen["rows"] += 1
+            yield row
+
+    monkeypatch.setattr(guests, "rows", counted)
+    with store.index.reading() as txn:
+        assert misplaced(txn) == {1}
+    assert 1000 < seen["rows"] < 1100
+
+
+def test_a_search_for_a_victim_does_not_begin_anew_where_a_retained_block_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each copy costs puts a search over all that is retained."""
+    monkeypatch.setattr(eviction, "SCAN_ROWS_MAX", 64)
+    store = ClassStore(tmp_path / "index", 8, 64 * SLOT_ALIGN)
+    store.run((1, number) for number in range(8 * 64))
+    kept = [name_of((1, number)) for number in range(256)]
+    store.transact(lambda txn: txn.retain(kept, Wall(NOW + 3600), None, NOW), drain=False)
+    assert store.put((1, 1000)) is Stored.STORED, "the search came past them"
+
+    def begin(txn: WriteTxn) -> Relocation:
+        entry = txn.find(kept[0])
+        assert entry is not None
+        to = txn.reserve_other(kept[0], entry, NOW)
+        assert to is not None
+        return Relocation(kept[0], entry, to)
+
+    one = store.transact(begin, drain=False)
+    assert store.transact(lambda txn: txn.relocate(one.name, one.source.serial, one.to), drain=False)
+    for number in range(1001, 1003):  # the first takes the slot that is free now
+        assert store.transact(lambda txn, number=number: store.try_put(txn, (1, number)), drain=False) is Stored.STORED
+    store.transact(lambda txn: txn.release_retained(kept), drain=False)
+    store.run((1, number) for number in range(2000, 2512))
+    assert store.resident(1, range(256)) == 0, "it may leave once it is retained no more"
+    store.index.check()

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.bench.tiers.class_store import NOW, ClassStore
 from kvtier.tiers.disk.records import SLOT_ALIGN
 from kvtier.tiers.disk.reserved_slots import ReservedSlots
 from kvtier.tiers.disk.room_maker import RoomMaker
+from kvtier.tiers.disk.shrink import Shrink
+from kvtier.tiers.disk.slab import Slab, SystemCalls
+
+
+def room_of(path: Path, may_write: Callable[[], bool]) -> RoomMaker:
+    """Of a store that does not shrink."""
+    shrink = Shrink(Slab([path], lambda segment: 0, SystemCalls()), path, may_write)
+    return RoomMaker(ReservedSlots(), shrink, lambda: NOW, may_write, lambda some: None)
 
 
 def test_a_spent_budget_makes_no_room_and_keeps_no_thread_busy(tmp_path: Path) -> None:
     store, allowed = ClassStore(tmp_path / "index", 8, 64 * SLOT_ALIGN), [True]
-    room = RoomMaker(ReservedSlots(), lambda: NOW, lambda: allowed[0], lambda some: None)
+    room = room_of(tmp_path, lambda: allowed[0])
     store.run((1, number) for number in range(8 * 64))
     while not store.draining():
         store.transact(lambda txn: store.try_put(txn, (64, 0)), drain=False)
@@ -33,7 +42,7 @@ def test_a_spent_budget_makes_no_room_and_keeps_no_thread_busy(tmp_path: Path) -
 
 def test_no_step_is_taken_without_an_index_or_after_the_end(tmp_path: Path) -> None:
     store = ClassStore(tmp_path / "index", 8, 64 * SLOT_ALIGN)
-    room = RoomMaker(ReservedSlots(), lambda: NOW, lambda: True, lambda some: None)
+    room = room_of(tmp_path, lambda: True)
     store.run((1, number) for number in range(8 * 64))
     store.transact(lambda txn: store.try_put(txn, (64, 0)), drain=False)
     assert room.due_jobs(None) == [] and not room.busy

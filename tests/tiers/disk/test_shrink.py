@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ import pytest
 
 from kvtier.bench.tiers.class_store import NOW, ClassStore, name_of, new_block
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
-from kvtier.tiers.disk import allocator, recovery, shrink
+from kvtier.tiers.disk import allocator, drain, quarantine, recovery, shrink
 from kvtier.tiers.disk.allocator import FREE_ROWS_PER_TXN, Promise
 from kvtier.tiers.disk.geometry import Geometry
 from kvtier.tiers.disk.group_commit import CommitJob
@@ -29,6 +30,7 @@ from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Miss, Stored
 from kvtier.times import Wall
+from tests.support.waiting import until
 from tests.tiers.disk.support.store import BLOCK, get, opened, put, shrunk, slabs
 from tests.tiers.disk.support.subprocesses import ROOT, environment, program
 
@@ -255,6 +257,28 @@ async def test_a_file_that_cannot_be_cut_is_cut_later(tmp_path: Path, monkeypatc
         assert size_of(path) == SMALL * BLOCK
 
 
+@pytest.mark.usefixtures("small_segments")
+async def test_a_store_with_a_budget_that_goes_out_of_use_while_it_shrinks_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer thread asks how much the next step will do, at any moment."""
+    monkeypatch.setattr(quarantine, "PROBE_FIRST_S", 0.05)
+    monkeypatch.setattr(Shrink, "due_jobs", lambda self, index: [])  # it shrinks on
+    path, clock = tmp_path / "g3", VirtualClock()
+    async with opened(path, LARGE, clock=clock) as tier:
+        await fill(tier, LARGE, 1)
+    async with opened(path, SMALL, clock=clock) as tier:
+        store = tier._store
+        store.limit_writes(tier, 1e15, time.monotonic)
+        await until(lambda: store.room.busy, "it shrinks")
+        for _ in range(5):
+            store.quarantine("for the test")
+            assert not store.room.busy and store.room.evictions() == 0
+            await until(lambda: store.index_in_use is not None, "it is in use again")
+            await until(lambda: store.room.busy, "it shrinks on")
+        assert set(await put(tier, chain_of(NAMESPACE, 4, 7))) == {Stored.STORED}
+
+
 KEPT = Wall(NOW + 100)
 
 
@@ -287,12 +311,12 @@ class Shrinking:
             assert job.future.set_running_or_notify_cancel()
             job.future.set_result(self.index.transact(job.work))
 
-    def finish(self) -> bool:
+    def finish(self, *, drain: bool = True) -> bool:
         for _ in range(500):
             if not self.shrink.active:
                 return True
             self.step()
-            self.classes.transact(lambda txn: None)
+            self.classes.transact(lambda txn: None, drain=drain)
         return False
 
 
@@ -382,3 +406,68 @@ def test_a_segment_beyond_the_capacity_drains_for_no_other_size(tmp_path: Path) 
     store.resize(20 * SLOT_ALIGN)
     drains = [store.index.transact(lambda txn, one=one: txn.segments.drain(one, 1, Promise(4, 50))) for one in range(4)]
     assert drains == [True, True, True, False]
+
+
+def test_a_segment_that_drains_and_lies_partly_beyond_the_capacity_does_not_hold_a_store_up(tmp_path: Path) -> None:
+    """Where nobody drains it further, as while the capacity is changed by hand."""
+    store = Shrinking(tmp_path, 4, 8 * SLOT_ALIGN)
+    for number in range(32):
+        assert store.classes.put((1, number)) is Stored.STORED
+    assert store.index.transact(lambda txn: txn.segments.drain(2, 1, Promise(4, 50)))
+    store.resize(20 * SLOT_ALIGN)
+    assert store.finish(drain=False)
+    assert store.index.reach() == store.index.geometry() and store.classes.draining() == [2]
+    store.index.check()
+    for _ in range(2 * drain.STEPS_PER_LOOK):
+        store.classes.transact(lambda txn: None)
+    assert store.classes.resident(1, range(32)) == 16 and store.classes.class_of(2) == 4
+    store.resize(32 * SLOT_ALIGN)
+    for number in range(100, 164):
+        assert store.classes.put((1, number)) is Stored.STORED
+    assert store.index.usage()[0] == 32, "slots are lost"
+    store.index.check()
+
+
+def test_a_guest_within_the_capacity_on_a_slot_that_is_cut_does_not_hold_a_store_up(tmp_path: Path) -> None:
+    store = Shrinking(tmp_path, 4, 8 * SLOT_ALIGN)
+    for number in range(32):
+        assert store.classes.put((1, number)) is Stored.STORED
+    everything = [name_of((1, number)) for number in range(32)]
+    (kept,) = [name for number, name in enumerate(everything) if store.classes.place_of((1, number)) == (2, 4)]
+    store.index.transact(partial(WriteTxn.retain, names=[kept], until=KEPT, served=None, wall_s=NOW))
+    assert store.index.transact(lambda txn: txn.segments.drain(2, 1, Promise(4, 50)))
+    store.index.transact(lambda txn: drain.evict(txn, everything, NOW))
+    store.index.transact(lambda txn: None)
+    assert store.classes.class_of(2) == 4 and store.classes.draining() == []
+    for number in range(2):  # the second one comes past the guest
+        store.classes.transact(lambda txn, number=number: store.classes.try_put(txn, (4, number)), drain=False)  # type: ignore[misc]
+    store.resize(22 * SLOT_ALIGN)
+    assert store.finish(drain=False)
+    store.index.check()
+    assert store.index.find([kept])[0][0] is not None
+    store.resize(32 * SLOT_ALIGN)
+    store.index.check()
+
+
+def test_a_segment_that_was_to_be_filled_and_is_cut_now_hands_out_no_slot(tmp_path: Path) -> None:
+    """It has never-used slots by what its class remembers, and has handed out more than it has by now."""
+    store = Shrinking(tmp_path, 4, 8 * SLOT_ALIGN)
+    store.resize(20 * SLOT_ALIGN)
+    accesses = [*((1, number) for number in range(8)), (4, 0), (4, 1), *((1, number) for number in range(8, 12))]
+    for access in accesses:
+        assert store.classes.put(access) is Stored.STORED
+    assert store.index.transact(lambda txn: txn.segments.drain(1, 4, Promise(1, 50)))
+    store.index.transact(lambda txn: txn.drop_all([name_of((4, 0)), name_of((4, 1))]))
+    assert store.classes.put((1, 100)) is Stored.STORED
+    assert store.classes.place_of((1, 100)) == (1, 0), "its class fills another segment"
+    store.resize(32 * SLOT_ALIGN)
+    store.resize(18 * SLOT_ALIGN)
+    for number in range(101, 120):
+        assert store.classes.put((1, number)) is Stored.STORED
+        store.index.check()
+    assert store.finish()
+    store.resize(32 * SLOT_ALIGN)
+    for number in range(200, 232):
+        assert store.classes.put((1, number)) is Stored.STORED
+    store.index.check()
+    assert store.index.usage()[0] == 32

@@ -38,7 +38,7 @@ async def work(path: Path, hit: int) -> None:
         return copy_block(slab, one)
 
     idle_work.copy_block = copy  # type: ignore[attr-defined]
-    async with both(path, VirtualClock(1_800_000_000.0), BadMedium()) as (small, large):
+    async with both(path, VirtualClock(1_800_000_000.0), BadMedium(), CAPACITY) as (small, large):
         for start in range(0, len(SMALL), 64):
             await put(small, SMALL, range(start, start + 64))
         assert all(await small.retain(KEPT, FAR))
