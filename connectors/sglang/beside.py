@@ -44,7 +44,7 @@ class PinnedBoundary:
     copies: list[tuple[int, Slot]]
 
 
-class Beside(ABC):
+class PoolBeside(ABC):
     """What boundaries need beside the chain. Stateless but for memory of names."""
 
     branch: ClassVar[str] = ""

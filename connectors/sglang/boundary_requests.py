@@ -9,14 +9,14 @@ from typing import Any
 from kvtier.cache import Cache
 from kvtier.connectors.boundaries import promote_boundary
 from kvtier.connectors.promoted import Promoted
-from kvtier.connectors.sglang.beside import Beside
+from kvtier.connectors.sglang.beside import PoolBeside
 from kvtier.connectors.sglang.requests import QueuedRequest, QueuedRequests
 
 
 class BoundaryRequests(QueuedRequests):
     """See the module."""
 
-    def __init__(self, beside: Beside, alone: bool, *arguments: Any) -> None:
+    def __init__(self, beside: PoolBeside, alone: bool, *arguments: Any) -> None:
         """`alone`: no other rank must have the same boundaries, so the longest is all that is asked for."""
         super().__init__(*arguments)
         self._beside = beside

@@ -41,7 +41,7 @@ from kvtier.connectors.prefill_clock import PrefillClock
 from kvtier.connectors.rotation import Rotation
 from kvtier.connectors.settings import Settings, flag, port, recompute
 from kvtier.connectors.sglang import adapters
-from kvtier.connectors.sglang.beside import Beside
+from kvtier.connectors.sglang.beside import PoolBeside
 from kvtier.connectors.sglang.boundary_requests import BoundaryRequests
 from kvtier.connectors.sglang.copies import PageCopies
 from kvtier.connectors.sglang.events import PageEvents, is_dynamo, publishes
@@ -90,7 +90,7 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         device_pool = params.token_to_kv_pool_allocator.get_kvcache()
         refuse(server_args, params)
         self._pool = pool_of(device_pool, params.page_size, components, window_of(server_args, params))
-        self._beside: Beside | None = Windows.of(self._pool, params.token_to_kv_pool_allocator)
+        self._beside: PoolBeside | None = Windows.of(self._pool, params.token_to_kv_pool_allocator)
         if self._pool.states:
             self._beside = States.of(self._pool, grid_of(params))
         self.branch = self._beside.branch if self._beside is not None else ""

@@ -17,7 +17,7 @@ from typing import Any
 from kvtier.connectors.control import Control
 from kvtier.connectors.fallback import falls_back_to
 from kvtier.connectors.identity import engine_keys
-from kvtier.connectors.sglang.beside import Beside, BoundaryStore
+from kvtier.connectors.sglang.beside import BoundaryStore, PoolBeside
 from kvtier.connectors.sglang.copies import PageCopies
 from kvtier.connectors.sglang.hooks import NO_CHECKPOINT, Checkpoint
 from kvtier.connectors.sglang.transfers import PAGES, of_pool, page_numbers
@@ -35,7 +35,7 @@ class PageOffloads:
     def __init__(
         self,
         page: int,
-        beside: Beside | None,
+        beside: PoolBeside | None,
         control_of: Callable[[Any], tuple[Control, Scope | None]],
         remember: _Remember,
         copies: Callable[[], PageCopies | None],

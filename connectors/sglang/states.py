@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from kvtier.connectors.sglang.beside import Beside, BoundaryStore, PinnedBoundary, terms_at
+from kvtier.connectors.sglang.beside import BoundaryStore, PinnedBoundary, PoolBeside, terms_at
 from kvtier.connectors.sglang.hooks import Checkpoint
 from kvtier.connectors.sglang.pool import KVPools, block_of
 from kvtier.connectors.sglang.state_pool import StatePart
@@ -27,7 +27,7 @@ _NAMED = 32
 request waits."""
 
 
-class States(Beside):
+class States(PoolBeside):
     """The states of one engine, each in one slot of SGLang's pool."""
 
     branch: ClassVar[str] = "mamba_branching_seqlen"

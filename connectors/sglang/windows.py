@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from kvtier.connectors.sglang.beside import Beside, BoundaryStore, PinnedBoundary, terms_at
+from kvtier.connectors.sglang.beside import BoundaryStore, PinnedBoundary, PoolBeside, terms_at
 from kvtier.connectors.sglang.hooks import Checkpoint
 from kvtier.connectors.sglang.pool import KVPools, block_of
 from kvtier.connectors.sglang.transfers import WINDOWS, of_pool, page_numbers
@@ -21,7 +21,7 @@ from kvtier.retention.ranges import ChainTerms
 
 
 @dataclass(frozen=True)
-class Windows(Beside):
+class Windows(PoolBeside):
     """The windows of one engine: `parts` blocks for each page that a boundary needs. `translate` has the slots in the
     pool of windows of slots in the full pool; 0 for those that were freed."""
 

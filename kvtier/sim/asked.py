@@ -10,7 +10,7 @@ from typing import Any
 from kvtier.identity.hashing import HASH_BYTES
 from kvtier.identity.keys import BlockKey
 from kvtier.sim.ledger import Before
-from kvtier.sim.pool import Block
+from kvtier.sim.pool import PoolBlock
 from kvtier.sim.prompts import NAMESPACE, SALTS, kind_of, text_of
 
 SIZE = NAMESPACE.block_tokens
@@ -47,7 +47,7 @@ class Asked:
         self.state = "waiting"
         self.told = False  # whether workers have its table
         self.preempted = False
-        self.blocks: list[Block] = []
+        self.blocks: list[PoolBlock] = []
         self.named = 0  # blocks
         self.failed = False  # a load of it
         self.asks: deque[tuple[float, dict[BlockKey, Before]]] = deque(maxlen=64)

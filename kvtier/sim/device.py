@@ -34,7 +34,7 @@ _SLOW_S = (0.05, 0.3, 1.0)
 _RUBBISH = 0xDD
 
 
-class Pages:
+class DevicePages:
     """A layer's part of all blocks, as far as the connector looks at an engine's tensor."""
 
     is_cuda = False
@@ -54,7 +54,7 @@ class Pages:
     def data_ptr(self) -> int:
         return int(self.array.ctypes.data)
 
-    def untyped_storage(self) -> Pages:
+    def untyped_storage(self) -> DevicePages:
         return self
 
     def nbytes(self) -> int:
@@ -80,9 +80,9 @@ class Device:
         self._free_at_s = 0.0
         self._piece = piece
 
-    def pages(self) -> list[Pages]:
+    def pages(self) -> list[DevicePages]:
         """A tensor per layer."""
-        return [Pages(layer) for layer in self.layers]
+        return [DevicePages(layer) for layer in self.layers]
 
     def look(self, block: int) -> bytes:
         return b"".join(layer[block].tobytes() for layer in self.layers)

@@ -35,7 +35,7 @@ VERBS = ("read", "write", "sync", "commit", "*")
 
 
 @dataclass
-class DeviceFault:
+class DriveFault:
     """Calls of `verb` are hit at `rate`."""
 
     verb: str
@@ -119,7 +119,7 @@ class Drive:
 
     def __init__(self, folder: Path, threads: Threads, rng: random.Random) -> None:
         self.folder = folder
-        self.faults: list[DeviceFault] = []
+        self.faults: list[DriveFault] = []
         self.honest = True
         """Whether all that was made durable can be read, and is what was written."""
         self.threads = threads
@@ -143,7 +143,7 @@ class Drive:
         for content in self._contents.values():
             content.bad.clear()
 
-    def break_(self, fault: DeviceFault) -> None:
+    def break_(self, fault: DriveFault) -> None:
         """From now on, until `heal` or another fault."""
         if fault.kind in ("bad", "drop") or (fault.kind == "error" and fault.verb in ("read", "*")):
             self.honest = False
@@ -251,7 +251,7 @@ class Drive:
             return ""
         return "drop" if verb == "write" else ""
 
-    def _drawn(self, verb: str) -> DeviceFault | None:
+    def _drawn(self, verb: str) -> DriveFault | None:
         for fault in self.faults:
             if (fault.verb in (verb, "*") or fault.kind == "full") and self._rng.random() < fault.rate:
                 return fault

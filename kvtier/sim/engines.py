@@ -16,11 +16,12 @@ from typing import Any
 from kvtier.sim.attach import attach
 from kvtier.sim.device import HANG_S
 from kvtier.sim.device_faults import DeviceFaults
-from kvtier.sim.engine import LOAD_S, Engine
+from kvtier.sim.engine import Engine
 from kvtier.sim.history import EngineShape
 from kvtier.sim.host import Host
 from kvtier.sim.ledger import Ledger, Wrong
 from kvtier.sim.loop import VirtualLoop
+from kvtier.sim.scheduler import LOAD_S
 from kvtier.sim.workers import Workers
 from kvtier.tiers.host.slot_table import FILLING, QUARANTINED
 from kvtier.tiers.host.tier import HostTier

@@ -14,7 +14,7 @@ from kvtier.config import Config
 from kvtier.identity.keys import BlockKey
 from kvtier.identity.namespace import Namespace
 from kvtier.retention.trusted_clock import TrustedClock
-from kvtier.sim.drive import DeviceFault, Drive
+from kvtier.sim.drive import Drive, DriveFault
 from kvtier.sim.kernel import Kernel
 from kvtier.sim.link import Link, LinkFaults
 from kvtier.sim.neighbour import Neighbour
@@ -145,7 +145,7 @@ class Host:
     def break_disk(self, args: Mapping[str, Any]) -> None:
         """The disk fails from now on, in one way."""
         if self.drive is not None:
-            self.drive.break_(DeviceFault(args["on"], args["kind"], args["rate"]))
+            self.drive.break_(DriveFault(args["on"], args["kind"], args["rate"]))
         else:
             self.faults[:] = [Fault(args["on"], args["kind"], args["rate"], seconds=0.1)]
 

@@ -14,7 +14,7 @@ GROUP = (0).to_bytes(4, "big")
 """Number of the group of full attention, at the end of a name."""
 
 
-class Block:
+class PoolBlock:
     """`block_hash`: its name. `next_free_block`: of the queue, if it is free."""
 
     __slots__ = ("before", "block_hash", "block_id", "is_null", "next_free_block", "ref_cnt")
@@ -24,20 +24,20 @@ class Block:
         self.block_hash: bytes | None = None
         self.ref_cnt = 0
         self.is_null = block_id == 0
-        self.before: Block | None = None
-        self.next_free_block: Block | None = None
+        self.before: PoolBlock | None = None
+        self.next_free_block: PoolBlock | None = None
 
 
 class _Queue:
     """Free blocks, those that are handed out next first."""
 
     def __init__(self) -> None:
-        self.fake_free_list_head, self.fake_free_list_tail = Block(-1), Block(-1)
+        self.fake_free_list_head, self.fake_free_list_tail = PoolBlock(-1), PoolBlock(-1)
         self.fake_free_list_head.next_free_block = self.fake_free_list_tail
         self.fake_free_list_tail.before = self.fake_free_list_head
         self.count = 0
 
-    def append(self, block: Block) -> None:
+    def append(self, block: PoolBlock) -> None:
         tail = self.fake_free_list_tail
         last = tail.before
         assert last is not None
@@ -45,13 +45,13 @@ class _Queue:
         block.before, block.next_free_block = last, tail
         self.count += 1
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: PoolBlock) -> None:
         assert block.before is not None and block.next_free_block is not None, f"block {block.block_id} is not free"
         block.before.next_free_block, block.next_free_block.before = block.next_free_block, block.before
         block.before = block.next_free_block = None
         self.count -= 1
 
-    def first(self) -> Block:
+    def first(self) -> PoolBlock:
         block = self.fake_free_list_head.next_free_block
         assert block is not None and block is not self.fake_free_list_tail, "the pool is exhausted"
         return block
@@ -63,19 +63,19 @@ class Pool:
     def __init__(self, blocks: int, caching: bool) -> None:
         self.num_gpu_blocks = blocks
         self.enable_caching = caching
-        self.blocks = [Block(number) for number in range(blocks)]
+        self.blocks = [PoolBlock(number) for number in range(blocks)]
         self.free_block_queue = _Queue()
         for block in self.blocks[1:]:
             self.free_block_queue.append(block)
-        self._named: dict[bytes, dict[int, Block]] = {}
+        self._named: dict[bytes, dict[int, PoolBlock]] = {}
         self.cached_block_hash_to_block = SimpleNamespace(get_one_block=self._one)
 
-    def _one(self, name: bytes) -> Block | None:
+    def _one(self, name: bytes) -> PoolBlock | None:
         return next(iter(self._named.get(name, {}).values()), None)
 
-    def find(self, digests: Sequence[bytes]) -> list[Block]:
+    def find(self, digests: Sequence[bytes]) -> list[PoolBlock]:
         """Leading blocks with these names."""
-        found: list[Block] = []
+        found: list[PoolBlock] = []
         for digest in digests:
             block = self._one(digest + GROUP)
             if block is None:
@@ -86,7 +86,7 @@ class Pool:
     def get_num_free_blocks(self) -> int:
         return self.free_block_queue.count
 
-    def take(self, count: int) -> list[Block]:
+    def take(self, count: int) -> list[PoolBlock]:
         """Hand out free blocks, which lose their names. The caller has looked whether there are so many."""
         taken = []
         for _ in range(count):
@@ -97,14 +97,14 @@ class Pool:
             taken.append(block)
         return taken
 
-    def touch(self, blocks: Iterable[Block]) -> None:
+    def touch(self, blocks: Iterable[PoolBlock]) -> None:
         """One more refers to these."""
         for block in blocks:
             if block.ref_cnt == 0:
                 self.free_block_queue.remove(block)
             block.ref_cnt += 1
 
-    def free_blocks(self, blocks: Iterable[Block]) -> None:
+    def free_blocks(self, blocks: Iterable[PoolBlock]) -> None:
         """One fewer refers to these; the first of those that are free now is handed out first."""
         for block in blocks:
             assert block.ref_cnt > 0, f"block {block.block_id} is given back twice"
@@ -112,14 +112,14 @@ class Pool:
             if block.ref_cnt == 0:
                 self.free_block_queue.append(block)
 
-    def name(self, blocks: Sequence[Block], digests: Sequence[bytes]) -> None:
+    def name(self, blocks: Sequence[PoolBlock], digests: Sequence[bytes]) -> None:
         """Name full blocks, of which some may have their names already."""
         for block, digest in zip(blocks, digests, strict=True):
             if block.block_hash is None:
                 block.block_hash = digest + GROUP
                 self._named.setdefault(block.block_hash, {})[block.block_id] = block
 
-    def _unname(self, block: Block) -> None:
+    def _unname(self, block: PoolBlock) -> None:
         if (name := block.block_hash) is not None:
             del self._named[name][block.block_id]
             if not self._named[name]:

@@ -33,7 +33,7 @@ _ANSWERED_MAX = 64
 
 
 @dataclass(frozen=True)
-class Pass:
+class Forward:
     """What a step computes of one request: tokens begin … end-1, with this block table."""
 
     asked: Asked
@@ -111,7 +111,7 @@ class Workers:
         self._done: Counter[int] = Counter()  # ranks that have answered a job
         self._answered: list[int] = []  # jobs that all have answered
 
-    async def execute(self, meta: StepMeta, passes: Sequence[Pass]) -> Results:
+    async def execute(self, meta: StepMeta, passes: Sequence[Forward]) -> Results:
         """Run a step on all ranks."""
         loop = asyncio.get_running_loop()
         over_s, results = loop.time(), list[Results]()
@@ -125,7 +125,7 @@ class Workers:
                 self._poll(rank, result)
         return self._joined(results)
 
-    def _launch(self, rank: Rank, meta: StepMeta, passes: Sequence[Pass]) -> tuple[float, Results]:
+    def _launch(self, rank: Rank, meta: StepMeta, passes: Sequence[Forward]) -> tuple[float, Results]:
         """As vLLM's model runner calls the connector around a forward. Returns when that is over."""
         device = rank.device
         rank.mark(bool(meta.loads or meta.stores))
@@ -183,7 +183,7 @@ class Workers:
 
     # -- what a forward does ----------------------------------------------------------------------------------------
 
-    def _look(self, device: Device, passes: Sequence[Pass], written: Collection[int] = ()) -> None:
+    def _look(self, device: Device, passes: Sequence[Forward], written: Collection[int] = ()) -> None:
         """What attention reads of each request, before the tokens that are computed; but for blocks that the same
         forward has `written` by its end, since each layer writes before it reads."""
         for one in passes:
@@ -197,7 +197,7 @@ class Workers:
                     where = f"block {depth} ({name_of(key)}, number {block}), before token {one.begin}"
                     self._ledger.broken(f"attention of {one.asked.request_id} reads other bytes: {where}")
 
-    def _compute(self, device: Device, sound: Sequence[Pass], lost: Sequence[Pass]) -> None:
+    def _compute(self, device: Device, sound: Sequence[Forward], lost: Sequence[Forward]) -> None:
         for one in (*sound, *lost):
             for depth in range(one.begin // SIZE, -(-one.end // SIZE)):
                 first, last = max(one.begin - depth * SIZE, 0), min(one.end - depth * SIZE, SIZE)

@@ -12,30 +12,27 @@ import contextlib
 import hashlib
 import random
 from collections.abc import Callable, Coroutine, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from kvtier.cache import AsyncCache
-from kvtier.config import Config
 from kvtier.errors import ClosedError, TierError
 from kvtier.identity.keys import BlockKey
 from kvtier.sim.client import GRACE_S, Client
+from kvtier.sim.configuration import BOUND_S, CLOSE_S, config_of
 from kvtier.sim.engines import Engines
 from kvtier.sim.history import ENGINE_VERBS, History, Step
 from kvtier.sim.host import Host
 from kvtier.sim.kernel import Kernel
 from kvtier.sim.ledger import Ledger, Wrong, bytes_of
 from kvtier.sim.loop import OUTSIDE, VirtualLoop
-from kvtier.sim.prompts import CLASSES, NAMESPACE, SHORT, chain_of_step, fresh_chain
+from kvtier.sim.prompts import NAMESPACE, SHORT, chain_of_step, fresh_chain
 from kvtier.testing.clock import SkewedClock
 from kvtier.testing.virtual_bucket import VirtualServer
 from kvtier.times import Mono, Wall
 
-BOUND_S = 60.0
-"""security.purge_bound."""
-CLOSE_S = 5.0
 QUIET_S = 10.0
 LONGEST_S = 320.0
 """No call takes longer."""
@@ -78,9 +75,7 @@ class World:
             )
             for number, ahead_s in enumerate(history.skews)
         ]  # fmt: skip
-        self._config = _config(
-            history.tiers, history.slots, history.stride, history.purge, history.policy, history.quota
-        )
+        self._config = config_of(history)
         self._fresh = 6 if history.quota else 1  # a scope whose guaranteed blocks do not fill its quota
         self._leapt = 0.0
         self._processes = OUTSIDE
@@ -447,22 +442,3 @@ def _spread_s(history: History) -> float:
     """How far the clocks are apart at most, in this whole history."""
     known = [0.0, *history.skews, *(step.args["ahead"] for step in history.steps if step.verb == "jump")]
     return float(max(known) - min(known))
-
-
-@lru_cache(maxsize=512)
-def _config(tiers: tuple[str, ...], slots: int, stride: int, purge: str, policy: str, quota: float) -> Config:
-    below: dict[str, object] = {"g2": {"capacity": slots * 4096}}
-    if "g3" in tiers:
-        below["g3"] = {"path": "/simulated", "capacity": 1 << 20}
-    if "g4" in tiers:
-        below["g4"] = {"url": "memory://none/sim", "stride": stride}
-    retention: dict[str, object] = {"classes": {name: dict(terms) for name, terms in CLASSES.items()}}
-    return Config.parse(
-        {
-            "tiers": below,
-            "policy": policy,
-            "retention": retention | ({"quota": quota} if quota else {}),
-            "deadlines": {"close": f"{CLOSE_S:g}s", "get": "2s", "put": "2s", "lookup": "100ms", "flush": "20s"},
-            "security": {"purge": purge, "purge_bound": f"{BOUND_S:g}s"},
-        }
-    )

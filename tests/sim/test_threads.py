@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.sim.drive import DeviceFault, Drive
+from kvtier.sim.drive import Drive, DriveFault
 from kvtier.sim.kernel import Kernel
 from kvtier.sim.loop import VirtualLoop
 from kvtier.sim.threads import Killed, Primitives, Threads
@@ -189,7 +189,7 @@ def test_a_failed_sync_makes_nothing_durable_later(tmp_path: Path) -> None:
         def work(kernel: Kernel, drive: Drive, path: str, folder: Path = folder) -> None:
             fd = kernel.open(path, os.O_RDWR | os.O_CREAT)
             kernel.pwritev(fd, [memoryview(b"a" * 4096)], 0)
-            drive.break_(DeviceFault("sync", "error", 1.0))
+            drive.break_(DriveFault("sync", "error", 1.0))
             with pytest.raises(OSError, match="injected"):
                 kernel.fdatasync(fd)
             drive.heal()
@@ -206,7 +206,7 @@ def test_what_was_lost_does_not_come_back_over_what_was_written_there_since(tmp_
         fd = kernel.open(path, os.O_RDWR | os.O_CREAT)
         kernel.fsync(kernel.open(drive.folder, os.O_RDONLY))
         kernel.pwritev(fd, [memoryview(b"a" * 8192)], 0)
-        drive.break_(DeviceFault("sync", "error", 1.0))
+        drive.break_(DriveFault("sync", "error", 1.0))
         with pytest.raises(OSError, match="injected"):
             kernel.fdatasync(fd)
         drive.heal()
@@ -248,7 +248,7 @@ def test_a_disk_fails_until_it_heals(tmp_path: Path, kind: str, verb: str, error
         calls["write"]()
         kernel.fdatasync(fd)
         while kind != "bad" or not drive.content(path.stat().st_ino).bad:
-            drive.break_(DeviceFault(verb, kind, 1.0))
+            drive.break_(DriveFault(verb, kind, 1.0))
             if kind != "bad":
                 break
         with pytest.raises(OSError, match=error):
