@@ -256,6 +256,52 @@ def test_answers_with_drafts_come_back_beside_windows_on_both_ranks(
     engine.check()
 
 
+@pytest.mark.parametrize("gone", ["before", "between", "after", "never"])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("beside", [{"windows": [(20, 2)]}, {"states": [2]}], ids=["window", "state"])
+def test_a_load_that_fails_on_both_ranks_in_different_steps(
+    make: Make, beside: dict[str, Any], first: int, gone: str
+) -> None:
+    """On one in a block of the full group, on the other in one of another group, some steps later; the client goes away
+    before the first rank has answered, between, after both, or not at all. Nothing stays held or pinned."""
+    engine, asked = make(**RANKS, **beside, blocks=64), steps.prompt(5, 100)
+    engine.add(asked, 1)
+    engine.run()
+    assert engine.reset()
+    waits = {0, 1}
+    for one in engine.ranks:
+
+        def poll(one: Rank = one, plain: Any = one.worker.poll) -> None:
+            if one.number not in waits:
+                plain()
+
+        def submit(job: Any, one: Rank = one, plain: Any = one.worker._submit) -> Any:
+            ticket = plain(job)
+            if job.request:
+                at = 0 if one.number == first else len(job.moves.blocks) - 1
+                one.worker._failed.setdefault(job.moves.job, set()).add(at)
+            return ticket
+
+        one.worker.poll, one.worker._submit = poll, submit  # type: ignore[method-assign]
+    name, when = engine.add(asked, 2), ["before", "between", "after", "never"].index(gone)
+    for stage in range(3):
+        for _ in range(4):
+            engine.step()
+        assert len(engine.half._loads) == (stage < 2)
+        if stage == when:
+            engine.abort(name)
+        waits.discard(first if not stage else 1 - first)
+    engine.run()
+    engine.check()
+    answer = engine.answers.get(name, asked)[100:]
+    assert answer == engine.right(asked, 2)[: 2 if gone == "never" else len(answer)]
+    assert engine.half.counters["load_failures"] > 0
+    for one in engine.ranks:
+        del one.worker.poll, one.worker._submit
+    assert steps.warm(engine, asked) == 96
+    engine.check()
+
+
 def test_refused_drafts_that_the_other_rank_takes_for_right_would_be_noticed(make: Make) -> None:
     """The control: it goes on where the step was planned to begin, behind drafts that were refused."""
     engine = make(**RANKS, windows=[(20, 2)], blocks=120, drafts=(3, 0.3), async_scheduling=True)
