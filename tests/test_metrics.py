@@ -141,7 +141,7 @@ def test_a_store_that_is_out_of_use_leaves_the_figures_whole(tmp_path: Path) -> 
         cache.flush()
         before = cache.stats()["g3"]
         assert before["blocks"] == 2
-        (store,) = disk_store._open_stores.values()
+        (store,) = disk_store.open_stores._stores.values()
         store.quarantine("a test", rest_s=60.0)
         assert cache.stats()["g3"]["blocks"] == 2
         assert cache.stats()["g3"]["capacity_bytes"] == before["capacity_bytes"]

@@ -193,6 +193,13 @@ class Confirmer:
         track.trusted = min(track.trusted, track.confirmed * self.block_tokens)
         track.storable_blocks = min(track.storable_blocks, track.confirmed)
 
+    def follow_turns(self, track: Track, prompt_tokens: int) -> None:
+        """Of another prompt it is a session's next turn. Where the last one ended within drafts that were right, vLLM
+        counts those behind its end as computed, and takes their KV for that of the next turn's first tokens."""
+        if prompt_tokens != track.prompt_tokens and track.drafts:
+            self.spoil(track)
+        track.prompt_tokens = prompt_tokens
+
     def passing(
         self, names: Sequence[str], blocks: Sequence[Any], begins: Sequence[int], counts: Iterable[int]
     ) -> Iterator[tuple[Track, Any, int, int]]:

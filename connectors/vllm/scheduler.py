@@ -13,8 +13,9 @@ Called on the engine's one scheduler thread; nothing here waits, but `plan` wher
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from kvtier.cache import Cache
@@ -24,10 +25,10 @@ from kvtier.connectors.counters import Growth
 from kvtier.connectors.fallback import or_fallback
 from kvtier.connectors.feedback import Feedback
 from kvtier.connectors.identity import engine_keys, namespace_of_weights
-from kvtier.connectors.prefill_clock import PrefillClock
 from kvtier.connectors.promoted import Promoted
 from kvtier.connectors.purges import Purges
 from kvtier.connectors.vllm import compat
+from kvtier.connectors.vllm.arena_notices import ArenaNotices
 from kvtier.connectors.vllm.cache import SchedulerCache
 from kvtier.connectors.vllm.confirm import Chain, Confirmer, Track
 from kvtier.connectors.vllm.kept import KeptBlocks
@@ -35,7 +36,7 @@ from kvtier.connectors.vllm.loads import Loads
 from kvtier.connectors.vllm.messages import StepMeta, WorkerMeta
 from kvtier.connectors.vllm.requests import RequestReader, RequestState, promote
 from kvtier.connectors.vllm.stores import ConnectorLimits, Stores
-from kvtier.connectors.vllm.weighing import Ran, Weighing, ran_of
+from kvtier.connectors.vllm.weighing import Launched, Weighing, ran_of
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.identity.namespace import Namespace
 from kvtier.manager.lease import Lease
@@ -49,10 +50,6 @@ _LEASE_S = 1.0
 """How long a request that cannot be scheduled yet keeps what was found for it, before it is looked up again."""
 _RETURN_S = 0.5
 """How much longer than `flush_timeout_s` an idle engine steps where blocks are held that long: a step returns them."""
-_TELL_AGAIN_S = 10.0
-"""How often workers are told again of an arena that one of them cannot reach."""
-_LAUNCHED_MAX = 64
-"""Steps whose answers are awaited at most; more would mean that they do not come."""
 
 
 class SchedulerHalf:
@@ -83,10 +80,8 @@ class SchedulerHalf:
         self._block_tokens = caches.namespace.block_tokens
         self._requests: dict[str, RequestState] = {}
         self._feedback = Feedback(self._block_tokens, reader.controls.hint_share)
-        self._jobs = self._step = 0
-        self._arena = 0  # number of the arena that workers were told of
-        self._unreached = 0  # number of one that a rank cannot reach
-        self._tell_again_s = 0.0  # monotonic
+        self._step, self._job = 0, count(1).__next__
+        self._arenas = ArenaNotices(clock)
         self._outbox = StepMeta(-1, epoch)  # what the workers are to be told with the next step
         self._idle_since_s: float | None = None
         in_step = limits.in_step_bytes // caches.namespace.block_bytes
@@ -94,10 +89,9 @@ class SchedulerHalf:
         self._stores = Stores(offload, limits, ranks, clock, self.counters, self._job)
         self._purges = Purges()
         self._kept = KeptBlocks(self._stores, self._loads, clock, self.counters)
-        self._prefill = PrefillClock(self._computed, self._block_tokens)
         self._weighing = Weighing(limits, self._requests, self._block_tokens, clock)
+        self._launched = Launched(self._weighing, limits, self._block_tokens, lambda: self._manager)
         self._awaited: Promoted | None = None  # by a request that cannot be planned in this step
-        self._launched: deque[tuple[int, int, Ran]] = deque(maxlen=_LAUNCHED_MAX)  # step, tokens of prefill, the step
         self._pool: compat.EnginePool | None = None
         self._confirmer = Confirmer(self._block_tokens, None)
 
@@ -108,22 +102,17 @@ class SchedulerHalf:
         self._stores.bind(self._pool, self._confirmer)
         self._kept.bind(self._pool, self._confirmer)
 
-    def _job(self) -> int:
-        self._jobs += 1
-        return self._jobs
-
     @property
     def _manager(self) -> Manager | None:
         """None where there is no cache, or a rank cannot reach its arena: nothing is found or stored then."""
         cache = self._caches.cache
-        return None if cache is None or (self._unreached and self._unreached == self._arena) else cache.manager
+        return None if cache is None or not self._arenas.reached else cache.manager
 
     # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def arrive(self, request: Any) -> None:
         """A request was queued."""
-        state = self._state_of(request)
-        cache = self._caches.cache
+        state, cache = self._state_of(request), self._caches.cache
         if cache is None or self._manager is None or state.promoted.future is not None:
             return
         self._prefetch(cache, state)
@@ -239,8 +228,8 @@ class SchedulerHalf:
 
     def refuse(self, request: Any, blocks: Any) -> None:
         """`allocated` failed, and the request waits for its load: have the workers report all of it as failed."""
-        state = self._requests.get(request.request_id)
-        self._loads.refuse(request.request_id, state, compat.table_of(blocks, self._group))
+        name = request.request_id
+        self._loads.refuse(name, self._requests.get(name), compat.table_of(blocks, self._group))
 
     def sources(self, request: Any) -> dict[str, int]:
         """Tokens of the load that was just planned for a request, by the tier they were found in."""
@@ -273,7 +262,7 @@ class SchedulerHalf:
             out.stores += self._stores.plan(manager, idle=not self._requests, busy=busy)
         self._pause(output, out)
         tokens = 0 if out.loads else compat.prefilled(output)  # on a CPU the forward waits for loads
-        self._launched.append((self._step, tokens, ran_of(output, out, self._clock.monotonic())))
+        self._launched.add(self._step, tokens, ran_of(output, out, self._clock.monotonic()))
         out.step = self._step
         return self.undelivered()
 
@@ -310,20 +299,12 @@ class SchedulerHalf:
             self._cover(track, table, whole, begin, end)
         for name, table, begin in compat.starting(output, self._group):
             if (track := confirmer.get(name)) is not None:
-                self._follow_turns(track)
+                self._confirmer.follow_turns(track, compat.lengths_of(track.request)[0])
                 self._cover(track, table, True, begin, begin + tokens.get(name, 0))
 
     def _lose(self) -> None:
         """The step was not followed to its end."""
         self._confirmer.lose()
-
-    def _follow_turns(self, track: Track) -> None:
-        """A session has had its next turn. Where the last one ended within drafts that were right, vLLM counts those
-        behind its end as computed, and takes their KV for that of the next turn's first tokens."""
-        prompt, _, _ = compat.lengths_of(track.request)
-        if prompt != track.prompt_tokens and track.drafts:
-            self._confirmer.spoil(track)
-        track.prompt_tokens = prompt
 
     def _cover(self, track: Track, table: Sequence[int], whole: bool, begin: int, end: int) -> None:
         """The step computes tokens begin … end-1; `table` was appended to the request's, or is all of it."""
@@ -338,12 +319,8 @@ class SchedulerHalf:
     def _add_arena(self, out: StepMeta) -> None:
         """Tell the workers of a new arena, and now and then again of one that a rank could not reach."""
         current = self._caches.current
-        if current is None:
-            return
-        handle, now = current[1], self._clock.monotonic()
-        again = self._unreached == handle.number and now >= self._tell_again_s
-        if handle.number != self._arena or again:
-            out.arena, self._arena, self._tell_again_s = handle, handle.number, now + _TELL_AGAIN_S
+        if current is not None and self._arenas.due(current[1]):
+            out.arena = current[1]
 
     def completed(self, output: Any) -> None:
         """A step has run on all ranks."""
@@ -356,7 +333,7 @@ class SchedulerHalf:
             self._stores.distrust(bad)
         if answers is None:
             return
-        self._unreached = answers.unreached
+        self._arenas.unreached = answers.unreached
         if answers.epoch != self.epoch:
             self._begin_epoch(answers.epoch, answers.weights)
         if answers.adapters and (others := self._reader.told(answers.adapters)):
@@ -366,15 +343,8 @@ class SchedulerHalf:
         for confirmed in self._confirmer.complete(answers.step, self._known):
             self._stores.mark(confirmed, self._manager, self._reader.default)
         now = self._clock.monotonic()
-        while self._launched and self._launched[0][0] <= answers.step:
-            _, tokens, ran = self._launched.popleft()
-            self._prefill.ran(tokens, ran.began_s, now)
-            self._weighing.step(ran, now)
+        self._launched.ended(answers.step, now)
         self._stores.abort_overdue(now)
-
-    def _computed(self, blocks: int, seconds: float) -> None:
-        if (manager := self._manager if self._limits.weighs_loads else None) is not None:
-            manager.computed(blocks, seconds)
 
     def _answer(self, job: int, ranks: int, failed: set[int]) -> None:
         if not self._loads.answer(self._manager, job, ranks, failed):
@@ -384,7 +354,7 @@ class SchedulerHalf:
         state = self._requests.get(track.name)
         if state is not None and state.track is track:
             self._grow(state)
-            self._follow_turns(track)
+            self._confirmer.follow_turns(track, compat.lengths_of(track.request)[0])
             state.runs(self._clock)
         return compat.computed(track.request)
 

@@ -13,21 +13,26 @@ Called on the engine's one scheduler thread; nothing here waits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sized
+from collections import deque
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvtier.clock import Clock
 from kvtier.connectors.ask_gate import AskGate
 from kvtier.connectors.load_gate import LoadGate, Verdict
+from kvtier.connectors.prefill_clock import PrefillClock
 from kvtier.connectors.vllm.messages import StepMeta
 from kvtier.connectors.vllm.requests import RequestState
 from kvtier.connectors.vllm.stores import ConnectorLimits
+from kvtier.manager.manager import Manager
 from kvtier.times import Mono
 
 IN_STEP, BETWEEN_STEPS = "in step", "between steps"
 """Ways: loaded within the step that computes the rest; loaded by a step before that."""
 _WATCHED_MAX = 4096
+_LAUNCHED_MAX = 64
+"""Steps whose answers are awaited at most; more would mean that they do not come."""
 _BRIEF_EVERY = 16
 """Of steps that compute less than a block, which are many and alike, one in so many is told the gate."""
 
@@ -174,3 +179,35 @@ class Weighing:
         elif verdict is not None and verdict.load:
             gate.loaded(verdict, watched.computed, took_s)
         return True
+
+
+class Launched:
+    """Steps that the workers have not answered yet; where they end, what they took is weighed, and their prefill is
+    reported to the `manager`, if there is one for that."""
+
+    def __init__(
+        self, weighing: Weighing, limits: ConnectorLimits, block_tokens: int, manager: Callable[[], Manager | None]
+    ) -> None:
+        self._weighing = weighing
+        self._limits = limits
+        self._manager = manager
+        self._prefill = PrefillClock(self._computed, block_tokens)
+        self._steps: deque[tuple[int, int, Ran]] = deque(maxlen=_LAUNCHED_MAX)
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def add(self, step: int, tokens: int, ran: Ran) -> None:
+        """A step was planned that computes `tokens` of prompts, and nothing else; 0 of another kind."""
+        self._steps.append((step, tokens, ran))
+
+    def ended(self, step: int, now_s: Mono) -> None:
+        """All up to this one have run."""
+        while self._steps and self._steps[0][0] <= step:
+            _, tokens, ran = self._steps.popleft()
+            self._prefill.ran(tokens, ran.began_s, now_s)
+            self._weighing.step(ran, now_s)
+
+    def _computed(self, blocks: int, seconds: float) -> None:
+        if (manager := self._manager() if self._limits.weighs_loads else None) is not None:
+            manager.computed(blocks, seconds)

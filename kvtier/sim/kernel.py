@@ -25,7 +25,7 @@ from unittest import mock
 from kvtier.sim.drive import Content, Drive
 from kvtier.sim.loop import VirtualLoop, process_now
 from kvtier.sim.threads import Killed, PerProcess, Primitives, Threads
-from kvtier.tiers.disk import store
+from kvtier.tiers.disk.store import open_stores
 
 if TYPE_CHECKING:
     import lmdb
@@ -81,9 +81,7 @@ class Kernel:
             os.close(fd)
         for environment in self._environments.pop(process, []):
             environment.close()
-        for key, one in list(store._open_stores.items()):
-            if one.parts[0].is_relative_to(drive.folder):
-                del store._open_stores[key]
+        open_stores.forget(lambda store: store.parts[0].is_relative_to(drive.folder))
 
     def drive_of(self, path: str | Path) -> Drive | None:
         """The drive that a path lies on."""
@@ -281,7 +279,7 @@ def installed(loop: VirtualLoop, seed: int) -> Iterator[Kernel]:
                         undo.enter_context(mock.patch.object(module, what.__name__, stand_in))
         for place, stand_in in (
             ("lmdb.open", kernel.environment),
-            ("kvtier.tiers.disk.store._open_lock", PerProcess(threads)),
+            ("kvtier.tiers.disk.store.open_stores.lock", PerProcess(threads)),
             ("kvtier.tiers.disk.recovery.SEGMENT_BYTES_SMALL", SEGMENT_BYTES),
             ("kvtier.tiers.disk.write.SMALL_SHARE", SMALL_SHARE),
             ("kvtier.tiers.disk.budget.thread_written", lambda: None),

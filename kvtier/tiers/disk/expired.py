@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.purged import purged_until
 from kvtier.tiers.disk.records import SCOPED_BYTES, SPAN
+from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.times import Wall
 
 ENTRIES_PER_STEP = 1024
@@ -38,3 +41,13 @@ class ExpiredScan:
                 if ends < wall_s - EXPIRED_FOR_S or mark <= purged[scoped]:
                     found.append(name)
         return found
+
+
+def remove_expired(txn: WriteTxn, names: Sequence[bytes], wall_s: Wall) -> int:
+    """Remove those of `names` that are expired or purged, and not retained. Returns how many."""
+    count = 0
+    for name in names:
+        entry = txn.find(name)
+        if entry is not None and not txn.must_stay(name, wall_s):
+            count += not txn.is_servable(name, entry, wall_s) and txn.drop(name)
+    return count

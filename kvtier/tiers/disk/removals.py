@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvtier.tiers.disk.expired import FOUND_PER_STEP_MAX, ExpiredScan
+from kvtier.tiers.disk.expired import FOUND_PER_STEP_MAX, ExpiredScan, remove_expired
 from kvtier.tiers.disk.group_commit import CommitJob
 from kvtier.tiers.disk.index import Index, Use
 from kvtier.tiers.disk.purged import TombstoneFold
@@ -45,7 +45,7 @@ class Removals:
             return []
         jobs: list[CommitJob[Any]] = []
         if expired:
-            jobs.append(CommitJob(lambda txn: txn.remove_expired(expired, self._wall()), Use.DROP, len(expired)))
+            jobs.append(CommitJob(lambda txn: remove_expired(txn, expired, self._wall()), Use.DROP, len(expired)))
         if pending:  # any transaction carries them into the index
             jobs.append(CommitJob(lambda txn: None, Use.PURGE))
         if fold is not None:

@@ -1,15 +1,13 @@
 """A G3 store as this process has it open: lock, index, slab and threads, shared by the tiers on it.
 
-LMDB allows a process one environment per file, so tiers of several namespaces on one directory share one Store,
-found through a table of what is open. After an error that leaves the index or a file in doubt the store is
-*quarantined*: every verb fails until the writer thread has opened it again.
+Tiers of several namespaces on one directory share one Store. After an error that leaves the index or a file in doubt
+the store is *quarantined*: every verb fails until the writer thread has opened it again.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -31,6 +29,7 @@ from kvtier.tiers.disk.group_commit import BLOCKS_PER_COMMIT_MAX, CommitJob, Gro
 from kvtier.tiers.disk.idle_work import IdleWork
 from kvtier.tiers.disk.index import Index, Use
 from kvtier.tiers.disk.io_scheduler import IOScheduler
+from kvtier.tiers.disk.open_stores import OpenStores
 from kvtier.tiers.disk.own_thread import on_own_thread
 from kvtier.tiers.disk.preallocate import Preallocator
 from kvtier.tiers.disk.quarantine import Quarantine, is_full
@@ -57,9 +56,6 @@ WRITERS_MAX = 2  # of them at once; see WRITE_BYTES
 CLOSE_TIMEOUT_S = 5.0
 IDLE_S = 0.5
 HOLD_S = 10.0  # slots are held for writes that may follow
-
-_open_stores: dict[tuple[int, int], Store] = {}  # (device, inode) of the first part; LMDB forces it on us
-_open_lock = threading.RLock()
 
 
 class Store:
@@ -94,24 +90,22 @@ class Store:
         self._slot_bytes, self._maintained = slot_bytes, maintained
         self._calls, self._wall = calls, wall
         self._daily = DailyBound()
-        self._wanted_bytes = 0  # a larger capacity
         self._preallocator = Preallocator(self.parts, lambda segment: self.geometry.size_of(segment), calls)
         self.health = SlotHealth(self.parts, calls)
         self.volumes = Volumes(self.parts, calls)
         self._idle = IdleWork(self, self._preallocator, lambda: not self._daily.bytes)  # zeros would cost half of it
         self._uuid = index.uuid()
-        if maintained:
-            index.on_damage = self._reader_failed
         self._mark = MarkWatch(self.parts[0])
         self._dead_owners = DeadOwners()
         self._removals = Removals(self.touches, wall, lambda: maintained and self._may_commit())
         self.shrink = Shrink(self.slab, self.parts[0], self._may_commit)
         if maintained:
+            index.on_damage = self._reader_failed
             self.shrink.begin(index)
         self.room = RoomMaker(
             self.reserved, self.shrink, wall, lambda: maintained and self._may_commit(), self._idle.relocate
         )
-        self._hold_until = 0.0
+        self._hold_until, self._wanted_bytes = 0.0, 0  # of slots; a larger capacity
         hooks = self._writer_failed, lambda: 3 * self.reserved.writes // 4, self.room.evictions
         self._writer = GroupCommit(self._work, self._rest, IDLE_S, "kvtier-g3-writer", *hooks)
 
@@ -138,8 +132,9 @@ class Store:
             )
         with unavailable(parts[0]):
             prepare(parts)
-            store = cls._share(
-                parts, lambda: cls(recovery.attach(parts, capacity_bytes, slot_bytes), calls, slot_bytes, wall)
+            store = open_stores.share(
+                parts[0],
+                lambda: cls(recovery.attach(parts, capacity_bytes, slot_bytes), calls, slot_bytes, wall)._start(),
             )
         if store.geometry.size_of(0) < slot_bytes:
             store.release(CLOSE_TIMEOUT_S)
@@ -158,44 +153,28 @@ class Store:
             if not part.is_dir():
                 raise ConfigError(f"{part}: no such directory")
         with unavailable(parts[0]):
-            return cls._share(parts, partial(cls._visit, parts, capacity_bytes))
+            return open_stores.share(parts[0], partial(cls._visit, parts, capacity_bytes))
 
     @classmethod
     def _visit(cls, parts: Sequence[Path], capacity_bytes: int | None) -> Store:
         store = cls(recovery.visit(parts, capacity_bytes), SystemCalls(), maintained=False)
         if capacity_bytes is not None:
             store.shrink.begin(store.index)
-        return store
+        return store._start()
 
-    @classmethod
-    def _share(cls, parts: Sequence[Path], opener: Callable[[], Store]) -> Store:
-        status = parts[0].stat()
-        key = (status.st_dev, status.st_ino)
-        with _open_lock:
-            store = _open_stores.get(key)
-            if store is not None and store.owner.pid != os.getpid():
-                raise ClosedError(
-                    f"{parts[0]} was opened by the process that forked this one; open it after the fork, or start "
-                    "processes by spawn"
-                )
-            if store is not None and store.closing:
-                raise TierUnavailable("g3", "open", f"{parts[0]} is still being closed by this process")
-            if store is None:
-                store = opener()
-                _open_stores[key] = store
-                try:
-                    store._writer.start()
-                except RuntimeError as error:  # no thread can be started
-                    store._close()
-                    raise TierUnavailable("g3", "open", f"{parts[0]}: {error}") from error
-            store.users += 1
-            return store
+    def _start(self) -> Store:
+        try:
+            self._writer.start()
+        except RuntimeError as error:  # no thread can be started
+            self._close()
+            raise TierUnavailable("g3", "open", f"{self.parts[0]}: {error}") from error
+        return self
 
     def release_soon(self) -> Future[None]:
         """One user less; the last one closes everything. Does not block; the future ends when that is done. Until then
         this process cannot open the store again: a thread may be stuck below LMDB's write lock or in the device. Where
         no thread can be started the future fails, and the store stays as it is for the next that opens it here."""
-        with _open_lock:
+        with open_stores.lock:
             self.users -= 1
             last = not self.users and self.owner.pid == os.getpid()
             ended = on_own_thread("kvtier-g3-close", self._close if last else lambda: None)
@@ -218,9 +197,7 @@ class Store:
                 close()
             except Exception:  # the rest is given back all the same
                 log.exception("g3: %s: a part of it failed to close", self.parts[0])
-        with _open_lock:
-            for key in [key for key, store in _open_stores.items() if store is self]:
-                del _open_stores[key]
+        open_stores.forget(lambda store: store is self)
 
     # Use.
 
@@ -316,8 +293,7 @@ class Store:
         """Assert that the index is consistent and the files are within the capacity, or an earlier one while the store
         shrinks. Reads the whole index."""
         self.index.check()
-        reach = self.index.reach().capacity
-        size = self.slab.size()
+        size, reach = self.slab.size(), self.index.reach().capacity
         assert size <= reach, f"slab files have {size} bytes"
 
     def _failed(self, thread: str, error: Exception) -> float:
@@ -368,10 +344,7 @@ class Store:
                 self.geometry = recovery.grow(index, self._lock, self._wanted_bytes)
                 self.shrink.begin(index)
             txn, results = index.transact(
-                work,
-                may_grow=self.volumes.may_grow,
-                per_day=self._daily.bytes,
-                now_s=self._daily.boot_s(),
+                work, may_grow=self.volumes.may_grow, per_day=self._daily.bytes, now_s=self._daily.boot_s()
             )
         except Exception as error:
             self.reserved.give_back(returned)
@@ -472,3 +445,6 @@ class Store:
         if is_damage(error):
             self.quarantine(f"{type(error).__name__}: {error}", damaged=True)
         return self._failed("g3 writer", error)
+
+
+open_stores: OpenStores[Store] = OpenStores()

@@ -74,7 +74,7 @@ def _begin(txn: WriteTxn, place: BadPlace) -> Trial | None:
     size = place.units * SLOT_ALIGN
     if not txn.budget.allows(size):
         return None
-    held = [txn.reserve_place(free) for free in txn.segments.hold(place)]
+    held = [txn.reservations.add(free) for free in txn.segments.hold(place)]
     if not held:
         return None
     txn.budget.charge(size)

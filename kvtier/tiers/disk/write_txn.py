@@ -28,7 +28,6 @@ from kvtier.tiers.disk.quota import Shares, scope_in
 from kvtier.tiers.disk.records import (
     NAMESPACE_KEY,
     NOTE_KEY,
-    RESERVED,
     SLOT_ALIGN,
     Counters,
     Entry,
@@ -38,11 +37,11 @@ from kvtier.tiers.disk.records import (
     order_parts,
     priority_in,
     rank_of,
-    rows,
     same_write,
     slot_class,
     tick_in,
 )
+from kvtier.tiers.disk.reservations import Reservations
 from kvtier.tiers.disk.retained import Retained
 from kvtier.tiers.disk.touches import life_after
 from kvtier.tiers.protocol import Stored
@@ -76,11 +75,9 @@ class WriteTxn:
         """`memory`: of earlier transactions of this process. `purges`: what the index may not have yet,
         namespace ‖ scope → time. `may_grow`: as in `Segments`."""
         self._txn = txn
-        self._owner = owner
         self._layout = layout
         self.geometry = geometry_in(txn)
         counters = Counters.decode(txn.get(layout.counters_key))
-        self._serial = counters.serial
         self.tick: int = counters.tick + 1
         self.evicted: list[bytes] = []  # names of evicted blocks
         self._memory = memory
@@ -88,6 +85,7 @@ class WriteTxn:
         self.purged = Purged(txn, purges)
         self.budget = WriteBudget(txn, layout.budget_key, allowance)
         self.segments = Segments(txn, self.geometry, counters.segments, memory.demand, may_grow=may_grow)
+        self.reservations = Reservations(txn, owner, self.segments, counters.serial, self.tick)
         self.worths = ClassWorths(txn, self.geometry, memory.ghosts, begin=memory.demand.waits)
         order = (memory.floors, self.worths, self.segments.draining, self._retained.until)
         self.order = EvictionOrder(txn, layout, self.geometry, *order)
@@ -108,7 +106,7 @@ class WriteTxn:
         self._shares.save()
         self.budget.save()
         counts = self._entries.blocks, self._entries.slot_bytes, self.segments.count
-        self._txn.put(self._layout.counters_key, Counters(self._serial, self.tick, *counts).encode())
+        self._txn.put(self._layout.counters_key, Counters(self.reservations.serial, self.tick, *counts).encode())
 
     def find(self, name: bytes) -> Entry | None:
         """The entry of `name`; one that fails its check is removed, as if it had never been."""
@@ -180,7 +178,7 @@ class WriteTxn:
     def relocate(self, name: bytes, serial: int, to: SlotReservation) -> bool:
         """The bytes of the block, as the write `serial` stored it, are durable in `to`: there it lies from now on. If
         it is gone, purged, or of another write by now, `to` is free instead. Whether it was done."""
-        if not self._cancel_reservation(to):
+        if not self.reservations.cancel(to):
             return False
         entry = self.find(name)
         if entry is None or entry.serial != serial or self.purged.covers(name, entry.mark):
@@ -196,7 +194,7 @@ class WriteTxn:
         FAILED if the reservation is not ours any more; REFUSED if the parent left or is purged; FULL if none may leave.
         """
         self._wall_s = wall_s
-        if not self._cancel_reservation(reservation):
+        if not self.reservations.cancel(reservation):
             return Stored.FAILED
         outcome = self._publish(reservation, block, share_bytes)
         if outcome is not Stored.STORED:
@@ -231,7 +229,7 @@ class WriteTxn:
 
     def release(self, reservation: SlotReservation, *, refund: bool = False) -> None:
         """Give a reserved slot back. `refund`: nothing was written to it."""
-        if self._cancel_reservation(reservation):
+        if self.reservations.cancel(reservation):
             self.segments.give(reservation)
             self.budget.charge(-reservation.slot_class * SLOT_ALIGN if refund else 0)
 
@@ -259,15 +257,6 @@ class WriteTxn:
         found, following = self._entries.select(start, prefix, limit, matching)
         self.drop_all(found)
         return len(found), following
-
-    def remove_expired(self, names: Sequence[bytes], wall_s: Wall) -> int:
-        """Remove those of `names` that are expired or purged, and not retained. Returns how many."""
-        count = 0
-        for name in names:
-            entry = self.find(name)
-            if entry is not None and self._retained.until(name) <= wall_s:
-                count += not self.is_servable(name, entry, wall_s) and self.drop(name)
-        return count
 
     def is_same(self, name: bytes, raw: bytes) -> bool:
         """Whether the block is still of the write whose entry was `raw`, renewed or not. If it is not, what was read
@@ -322,15 +311,9 @@ class WriteTxn:
         """Whether the block may be served: it is not expired and no tombstone covers it."""
         return block.life.servable(Depth.G3, wall_s) and not self.purged.covers(name, block.mark)
 
-    def reservations(self) -> list[SlotReservation]:
-        """Those of all processes."""
-        return [SlotReservation.decode(key, raw) for key, raw in rows(self._txn, RESERVED)]
-
     def reclaim(self, limit: int | None = None) -> int:
         """Free the slots of owners that are dead, up to `limit`. Returns how many."""
-        found = self.reservations()
-        alive = {owner: owner.alive(self._owner) for owner in {one.owner for one in found}}
-        for reservation in (dead := [one for one in found if not alive[one.owner]][:limit]):
+        for reservation in (dead := self.reservations.dead()[:limit]):
             self.release(reservation)
         return len(dead)
 
@@ -355,23 +338,7 @@ class WriteTxn:
 
     def _reserve_place(self, slot_cls: int, place: tuple[int, int]) -> SlotReservation:
         self.budget.charge(slot_cls * SLOT_ALIGN)
-        return self.reserve_place(FreeSlot(slot_cls, *place))
-
-    def reserve_place(self, free: FreeSlot) -> SlotReservation:
-        """A slot that was taken from `segments`, reserved."""
-        self._serial += 1
-        reservation = SlotReservation(self._serial, self.tick, *free, self._owner)
-        self._txn.put(reservation.key, reservation.encode())
-        return reservation
-
-    def _cancel_reservation(self, reservation: SlotReservation) -> bool:
-        """Delete its record; the slot is the caller's. False if it is not ours any more."""
-        raw = self._txn.get(reservation.key)
-        ours = raw is not None and SlotReservation.serial_of(raw) == reservation.serial
-        if ours:
-            self._txn.delete(reservation.key)
-            self.segments.offer_number(reservation)
-        return ours
+        return self.reservations.add(FreeSlot(slot_cls, *place))
 
     def _meet(self, block: NewBlock, old: Entry | None) -> Stored | None:
         """Why a block is not stored whose name `old` has; None where that is nothing, or is removed."""

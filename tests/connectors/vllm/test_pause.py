@@ -61,7 +61,7 @@ def test_a_step_that_computes_does_not_wait(waiting: Waiting) -> None:
 
 
 def test_nor_does_one_behind_a_step_under_way(waiting: Waiting) -> None:
-    waiting.half._launched.append((0, 1, waiting.half._launched))  # type: ignore[arg-type]
+    waiting.half._launched.add(0, 1, waiting.half._launched)  # type: ignore[arg-type]
     waiting.connector.build_connector_meta(waiting._schedule())
     assert waiting.waited == []
 

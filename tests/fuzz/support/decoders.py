@@ -55,12 +55,20 @@ from kvtier.tiers.disk.budget import read_balance
 from kvtier.tiers.disk.class_worth import ClassWorth
 from kvtier.tiers.disk.directory import Marker, read_marker
 from kvtier.tiers.disk.faults import Unusable
-from kvtier.tiers.disk.geometry import Geometry
+from kvtier.tiers.disk.geometry import SHRINKS_KEY, Geometry, geometry_in
 from kvtier.tiers.disk.meta_pages import check_length
 from kvtier.tiers.disk.owner import Owner
 from kvtier.tiers.disk.purge_log import PurgeLog
 from kvtier.tiers.disk.read import miss_of
-from kvtier.tiers.disk.records import Counters, Entry, Segment, SlotReservation, order_key_in, reserved_key
+from kvtier.tiers.disk.records import (
+    GEOMETRY_KEY,
+    Counters,
+    Entry,
+    Segment,
+    SlotReservation,
+    order_key_in,
+    reserved_key,
+)
 from kvtier.tiers.disk.touches import Touches
 from kvtier.tiers.disk.worker import protocol as worker
 from kvtier.tiers.objects import delta_format, frame, purge_log
@@ -410,8 +418,11 @@ DECODERS: tuple[Decoder, ...] = (
     ),
     Decoder("owner", ("tiers.disk.owner",), Owner.decode, lambda: [_owner().encode()], (struct.error,),
             write=Owner.encode),
-    Decoder("geometry", ("tiers.disk.allocator",), Geometry.decode, lambda: [Geometry(1 << 30, 1 << 24, 2).encode()],
+    Decoder("geometry", ("tiers.disk.geometry",), Geometry.decode, lambda: [Geometry(1 << 30, 1 << 24, 2).encode()],
             (struct.error,), write=Geometry.encode),
+    Decoder("capacity of a store that shrinks", ("tiers.disk.geometry",),
+            lambda raw: geometry_in({GEOMETRY_KEY: Geometry(1 << 30, 1 << 24, 2).encode(), SHRINKS_KEY: raw}),
+            lambda: [struct.pack("<Q", 1 << 29)], (struct.error,)),
     Decoder("bad place", ("tiers.disk.bad_places",), lambda raw: BadPlace.decode(BadPlace(1, 2, 3, 4, NOW).key, raw),
             lambda: [BadPlace(1, 2, 3, 4, NOW).encode()], (struct.error,)),
     Decoder("worth of a class", ("tiers.disk.class_worth",), lambda raw: ClassWorth.decode(3, raw),
@@ -538,7 +549,10 @@ ELSEWHERE = {
     "kernels.driver": "memory of its own",
     "kernels.layout": "memory of its own",
     "request_trace": "the kernel's credentials of a peer",
+    "sim.device": "memory of its own",
+    "sim.prompts": "a digest of its own",
     "testing.child": "output of a child of a test",
+    "tiers.disk.allocator": "rows of the index, of fixed size: struct.error is damage",
     "tiers.disk.drain": "a time in the index (records)",
     "tiers.disk.eviction": "a key in the index (records)",
     "tiers.disk.expired": "an entry, as in `look at an entry`",

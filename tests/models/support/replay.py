@@ -14,6 +14,7 @@ from kvtier.identity.keys import SCOPE_BYTES
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.marks import mark_below
 from kvtier.retention.terms import BUILTIN, PRIORITY
+from kvtier.tiers.disk.expired import remove_expired
 from kvtier.tiers.disk.geometry import Geometry
 from kvtier.tiers.disk.index import Index, map_bytes_for
 from kvtier.tiers.disk.owner import Owner
@@ -170,7 +171,7 @@ class Replay:
         self._transact(0, lambda txn: txn.purged.apply(self._scoped, mark_below(self._purges + 1)))
 
     def _remove(self, name: int, lines: list[list[str]]) -> None:
-        assert self._transact(0, lambda txn: txn.remove_expired([self._names[name]], NOW)) == 1
+        assert self._transact(0, lambda txn: remove_expired(txn, [self._names[name]], NOW)) == 1
         self._compare(lines)
 
     def _look(self, name: int, served: int) -> None:

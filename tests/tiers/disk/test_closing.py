@@ -33,7 +33,7 @@ def tier_at(path: Path, calls: SystemCalls | None = None) -> DiskTier:
 def left() -> list[str]:
     """Threads of stores, and stores that count as open."""
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtier-g3")]
-    return threads + [str(each.parts[0]) for each in store._open_stores.values()]
+    return threads + [str(each.parts[0]) for each in store.open_stores._stores.values()]
 
 
 def nothing_left() -> None:

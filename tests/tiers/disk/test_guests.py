@@ -179,7 +179,7 @@ def test_a_guest_whose_class_has_the_segment_again_leaves_its_number_to_the_writ
 
     def give_segment(giver: int, taker: int) -> None:
         store.transact(lambda txn: txn.segments.drain(0, giver, Promise(taker, PRIORITY)), drain=False)
-        store.transact(lambda txn: lodge(txn, txn.reservations()), drain=False)
+        store.transact(lambda txn: lodge(txn, txn.reservations.all()), drain=False)
         assert store.class_of(0) == taker
 
     for number in range(3):

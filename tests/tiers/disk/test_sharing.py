@@ -142,9 +142,9 @@ async def test_slots_of_the_dead_come_back_under_load(tmp_path: Path, monkeypatc
         monkeypatch.setattr(store, "_rest", lambda: pytest.fail("it rested"))
         monkeypatch.setattr(store._writer, "_idle", lambda: pytest.fail("it rested"))
         end = time.monotonic() + 10
-        pending = store.submit(lambda txn: txn.reservations())
+        pending = store.submit(lambda txn: txn.reservations.all())
         while counts[-1] and time.monotonic() < end:
-            following = store.submit(lambda txn: txn.reservations())
+            following = store.submit(lambda txn: txn.reservations.all())
             counts.append(sum(one.owner == dead for one in await pending.result()))
             pending = following
         monkeypatch.undo()
