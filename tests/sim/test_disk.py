@@ -40,9 +40,9 @@ def test_no_promise_is_broken_with_real_disks(part: int) -> None:
     assert not failures("safety", range(10 * part, 10 * (part + 1)))
 
 
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", range(4))
 def test_every_fleet_with_real_disks_works_again_once_all_is_well(part: int) -> None:
-    assert not failures("liveness", range(4 * part, 4 * (part + 1)))
+    assert not failures("liveness", range(5 * part, 5 * (part + 1)))
 
 
 @pytest.mark.long

@@ -40,7 +40,7 @@ def failures(seeds: range) -> list[str]:
     return [f"kvtier sim --mode engines --seeds {one.history.seed}: {one.failure}" for one in played if one.failure]
 
 
-@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize("part", range(12))
 def test_no_engine_reads_or_stores_a_wrong_byte_in_any_history(part: int) -> None:
     assert not failures(range(10 * part, 10 * (part + 1)))
 
