@@ -116,10 +116,10 @@ class WorkerHalf:
         cache_layout: CacheLayout,
         watch: WeightsWatch | None = None,
         unwatched: Sequence[str] = (),
-        opener: Callable[..., copy.CopyEngine] = engine.open_engine,
+        opener: Callable[..., copy.CopyEngine] | None = None,
     ) -> None:
         """`watch` follows the weights of this rank, but for the changes that are `unwatched`. `opener` opens the copy
-        engine, as `kvtier.kernels.engine.open_engine` does."""
+        engine in place of `kvtier.kernels.engine.open_engine`."""
         self._opener = opener
         self._cache_layout = cache_layout
         self._watch = watch or WeightsWatch()
@@ -188,7 +188,8 @@ class WorkerHalf:
         slots = memoryview(arena)[: handle.slots * handle.slot_bytes]
         host = layout.of_slots(slots, handle.slot_bytes, self._described.shape)
         found, calibration = self._described, Path(handle.calibration) if handle.calibration else None
-        begin = partial(self._opener, found.memory, host, found.shape, method=handle.copy_by, calibration=calibration)
+        opener = self._opener or engine.open_engine
+        begin = partial(opener, found.memory, host, found.shape, method=handle.copy_by, calibration=calibration)
         self._open = partial(Pump, partial(begin, limits=LIMITS)) if found.on_gpu else begin
         self._engine, self._arena, self._slot_bytes = self._open(), arena, handle.slot_bytes
 

@@ -278,7 +278,7 @@ def busy(make: Make, caching: bool) -> SmallEngine:
     engine.step()
     engine.held = False
     engine.clock.advance(5.1)
-    engine.half._arena = 0  # as after new weights
+    engine.half._arenas._told = 0  # as after new weights
     engine.add("loads", PROMPT)
     engine.add("new", [3, *PROMPT])
     return engine

@@ -133,9 +133,9 @@ async def test_slots_of_the_dead_come_back_under_load(tmp_path: Path, monkeypatc
         dead = replace(store.owner, pid=1, started=0)
 
         def die(txn: WriteTxn) -> None:
-            txn._owner, mine = dead, txn._owner
+            txn.reservations._owner, mine = dead, txn.reservations._owner
             txn.reserve_slots(1, 20)
-            txn._owner = mine
+            txn.reservations._owner = mine
 
         await store.submit(die).result()
         counts = [20]

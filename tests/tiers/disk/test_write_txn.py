@@ -200,7 +200,7 @@ def test_a_purge_that_comes_before_the_end_of_a_write_takes_it_back(index: Index
     index.transact(lambda txn: txn.purged.apply(block.name[:SCOPED_BYTES], mark_below(4)))
     assert index.transact(lambda txn: txn.publish(slot, block, NOW)) is Stored.REFUSED
     assert index.transact(lambda txn: txn.reserve(block, NOW)) is Stored.REFUSED
-    assert not index.transact(WriteTxn.reservations), "its slot is free again"
+    assert not index.transact(lambda txn: txn.reservations.all()), "its slot is free again"
 
 
 def test_a_purged_parent_is_none_though_it_is_not_removed_yet(index: Index) -> None:
@@ -247,7 +247,7 @@ def test_a_living_owner_keeps_its_reservation_and_a_dead_one_s_is_taken_back(ind
     index.transact(lambda txn: txn.reserve_slots(1, 1))
     index.owner = here
     assert index.transact(WriteTxn.reclaim) == 1
-    assert index.transact(WriteTxn.reservations) == slots
+    assert index.transact(lambda txn: txn.reservations.all()) == slots
 
 
 def test_a_spent_budget_reserves_nothing(index: Index) -> None:

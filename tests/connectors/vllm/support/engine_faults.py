@@ -153,12 +153,12 @@ class Faults:
         def lost(handle: Any) -> None:
             raise OSError("injected")
 
-        worker._attach, worker._reached, self.half._arena = lost, 0, 0
+        worker._attach, worker._reached, self.half._arenas._told = lost, 0, 0
 
     def find_arena(self) -> None:
         """It is reachable again, and time for another try."""
         self.worker.__dict__.pop("_attach", None)
-        self.half._tell_again_s = 0.0
+        self.half._arenas._tell_again_s = 0.0
 
     def break_once(self, owner: str, call: str) -> None:
         """One call of `half` or of a part of it raises, the next time."""
@@ -209,8 +209,9 @@ class Faults:
         stores._offload = stores._offload.model_copy(update={"mode": mode})
 
     def limit(self, **limits: Any) -> None:
-        self.half._limits = self.half._stores.limits = replace(self.half._limits, **limits)
-        self.half._loads.ack_timeout_s = self.half._limits.ack_timeout_s
+        half, changed = self.half, replace(self.half._limits, **limits)
+        half._limits = half._stores.limits = half._launched._limits = changed
+        half._loads.ack_timeout_s = changed.ack_timeout_s
 
     def resume_offload(self) -> None:
         self.half._stores.stopped = False

@@ -205,7 +205,7 @@ def run(scratch: Path, points: int, seed: int, sabotage: str) -> dict[str, int]:
                 try:
                     (image / "g3").mkdir(exist_ok=True)
                     if sabotage == "mixed":
-                        asyncio.run(crash_mixed.inspect(image / "g3", 0, seed, known))
+                        asyncio.run(crash_mixed.inspect(image / "g3", 0, seed, crash_mixed.CAPACITY, known))
                     else:
                         asyncio.run(inspect(image / "g3", durable))
                 except BaseException:
@@ -230,7 +230,7 @@ def work_on(mountpoint: Path, seed: int, sabotage: str) -> None:
         slab.sync_directory = lambda path: None  # type: ignore[attr-defined]
     report = os.open(mountpoint / REPORTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     if sabotage == "mixed":
-        asyncio.run(crash_mixed.work(mountpoint / "g3", 0, 0, seed, report, 150))
+        asyncio.run(crash_mixed.work(mountpoint / "g3", 0, 0, seed, crash_mixed.CAPACITY, report, 150))
     else:
         asyncio.run(work(mountpoint / "g3", seed, report, 100))
     os.close(report)
