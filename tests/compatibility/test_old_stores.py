@@ -8,6 +8,7 @@ docs/format.md has them.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import struct
@@ -484,6 +485,15 @@ ADDED: set[bytes] = set()
 """Records that later releases write besides, within the format: earlier ones neither read nor miss them."""
 
 
+def as_ever(key: bytes, record: bytes) -> bytes:
+    """A purge's mark without its fraction, by which later releases tell how the log stands to it; earlier ones round it
+    off."""
+    if not key.startswith(b"mpurged"):
+        return record
+    (mark,) = struct.unpack("<d", record)
+    return struct.pack("<d", math.floor(mark) if mark >= 2.0**41 else mark)
+
+
 def test_this_release_writes_the_same_bytes(unpacked: Callable[[str], Path], tmp_path: Path) -> None:
     """The same script under the same clock: same names of blocks, same objects, same records.
 
@@ -501,7 +511,7 @@ def test_this_release_writes_the_same_bytes(unpacked: Callable[[str], Path], tmp
     records, today = records_of(then), records_of(now)
     assert records.keys() == today.keys() - ADDED
     for key, record in records.items():
-        assert today[key] == record, f"{key!r} is written in another way"
+        assert as_ever(key, today[key]) == as_ever(key, record), f"{key!r} is written in another way"
 
 
 def bucket_of(store: Store) -> dict[str, Any]:
