@@ -100,7 +100,7 @@ demo: $(DEMO)
 PARTS ?= 3
 test: setup
 	@$(MAKE) --no-print-directory --jobs=$(PARTS) --keep-going --output-sync=target \
-		test-vllm test-core test-disk test-tools test-objects test-sglang
+		test-vllm test-tools test-disk test-sglang test-core test-objects
 
 test-engines: test-vllm test-sglang
 

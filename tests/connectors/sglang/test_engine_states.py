@@ -79,6 +79,7 @@ def test_wrong_bytes_of_either_pool_would_be_noticed(engine: Any, prompt: Any, g
     assert engine.order("witness") == {"same_blocks": moved(0, 384) - others, "other_blocks": others}
 
 
+@pytest.mark.long
 def test_a_conversation_resumes_at_the_last_state_of_its_answer(engine: Any, prompt: Any) -> None:
     asked, had = prompt(4, 150), 0
     for turn in range(3):
@@ -108,6 +109,7 @@ def test_branches_resume_where_a_prompt_was_seen_to_leave(engine: Any, prompt: A
     assert restored["host"] == 320 and agree(restored, own)
 
 
+@pytest.mark.long
 def test_a_branch_of_what_the_engine_has_is_kept(engine: Any, prompt: Any) -> None:
     """The engine tracks a state at the end of pages that its tree has offered before, and offers them no more."""
     stem = prompt(9, 325)
@@ -121,6 +123,7 @@ def test_a_branch_of_what_the_engine_has_is_kept(engine: Any, prompt: Any) -> No
     assert restored["host"] == 320 and agree(restored, own) and restored["tokens"] == right[2]["tokens"]
 
 
+@pytest.mark.long
 def test_a_long_prompt_in_chunks_keeps_its_end(engine: Any, prompt: Any) -> None:
     asked = prompt(6, 1500)
     (cold,) = engine.host.generate(asked)
@@ -132,6 +135,7 @@ def test_a_long_prompt_in_chunks_keeps_its_end(engine: Any, prompt: Any) -> None
     assert restored["tokens"] == cold["tokens"] and agree(restored, own)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("more", [20, 40, 200])
 def test_a_part_that_the_engine_has_is_not_loaded(engine: Any, prompt: Any, more: int) -> None:
     """The engine's own hit ends before kvtier's: the pages behind it are brought, and the one state."""
@@ -147,6 +151,7 @@ def test_a_part_that_the_engine_has_is_not_loaded(engine: Any, prompt: Any, more
     assert engine.order("witness") == {"same_blocks": moved(320, own["cached"]), "other_blocks": 0}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("group", ["windows", "last", "full"])
 def test_one_group_that_was_evicted_costs_a_shorter_hit(engine: Any, prompt: Any, group: str) -> None:
     asked = conversation(engine, prompt, 10 + ["windows", "last", "full"].index(group), 3)[2]

@@ -194,7 +194,7 @@ def run(scratch: Path, points: int, seed: int, sabotage: str) -> dict[str, int]:
         if number in chosen:
             known = crash_mixed.Known()
             if sabotage == "mixed":
-                known.learn(said)
+                known.learn(said, keeps=True)
                 durable = [*known.kept]
             else:
                 durable = recent(said)
