@@ -157,7 +157,8 @@ def test_a_boundary_is_visible_once_both_ranks_have_written_it(two: Engine, stor
 @pytest.mark.parametrize(
     ("shape", "kind"),
     [
-        *(("stages", kind) for kind in ("sliding", "gptoss", "filled_up", "state", "mamba2")),
+        # Not mamba2: vLLM 0.32 cannot load Granite 4 in stages (KeyError of the weights of another stage's layers).
+        *(("stages", kind) for kind in ("sliding", "gptoss", "filled_up", "state")),
         *(("ranks", kind) for kind in ("sliding", "gptoss", "filled_up", "one_head", "state_of_two", "mamba2")),
         *(("both", kind) for kind in ("sliding", "state_of_two")),
     ],
