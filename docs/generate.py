@@ -132,15 +132,18 @@ def _long_run() -> Iterator[str]:
     yield from ("", "## The long run", "")
     yield fill(
         f"`make test-long`, which keeps each test's outcome and goes on where it was broken off: {run['passed']:,} "
-        f"passed, {run['failed']:,} failed, {run['skipped']:,} skipped; it took {run['seconds'] / 3600:.1f} hours.",
+        f"passed, {run['failed']:,} failed, {run['skipped']:,} skipped, {run['left']:,} not run; "
+        f"it took {run['seconds'] / 3600:.1f} hours.",
         WIDTH,
     )
-    yield from ("", "| tests | passed | skipped | failed | seconds | days | commits |")
-    yield "|---|---:|---:|---:|---:|---|---|"
+    yield from ("", "| tests | passed | skipped | failed | not run | seconds | days | commits |")
+    yield "|---|---:|---:|---:|---:|---:|---|---|"
     for row in run["files"]:
         days = " to ".join(dict.fromkeys((row["days"][0], row["days"][-1])))
         commits = ", ".join(f"`{one}`" for one in row["commits"])
-        counts = f"{row['passed']:,} | {row['skipped']:,} | {len(row['failed']):,} | {row['seconds']:,}"
+        counts = (
+            f"{row['passed']:,} | {row['skipped']:,} | {len(row['failed']):,} | {row['left']:,} | {row['seconds']:,}"
+        )
         yield f"| `{row['file']}` | {counts} | {days} | {commits} |"
 
 

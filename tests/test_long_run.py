@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -35,7 +34,12 @@ def test_a_run_that_was_broken_off_goes_on(tmp_path: Path) -> None:
     records = tmp_path / "build" / "long_run.jsonl"
     assert run(tmp_path) == 9
     first = {test.partition("::")[2]: one["outcome"] for test, one in outcomes(records).items()}
-    assert first == {"test_right": "passed", "test_mended": "failed", "test_not_here": "skipped"}
+    assert first == {
+        "test_right": "passed", "test_mended": "failed", "test_not_here": "skipped",
+        "test_that_ends_the_process": "left", "test_after_it": "left",
+    }  # fmt: skip
+    (row,) = summary(outcomes(records).values())
+    assert (row["passed"], row["skipped"], row["left"], len(row["failed"])) == (1, 1, 2, 1)
 
     records.open("a").write('{"test": "test_it.py::test_right", "outc')  # as a kill leaves it
     records.open("a").write("\n")
@@ -43,7 +47,8 @@ def test_a_run_that_was_broken_off_goes_on(tmp_path: Path) -> None:
     assert run(tmp_path) == 0
     assert (tmp_path / "ran").read_text() == "right after ", "what has passed is not run again"
     (row,) = summary(outcomes(records).values())
-    assert (row["file"], row["passed"], row["skipped"], row["failed"]) == ("test_it.py", 4, 1, [])
+    assert (row["passed"], row["skipped"], row["left"], row["failed"]) == (4, 1, 0, [])
+    assert row["file"] == "test_it.py"
 
 
 def test_a_failure_at_the_end_of_a_test_counts(tmp_path: Path) -> None:
@@ -51,5 +56,5 @@ def test_a_failure_at_the_end_of_a_test_counts(tmp_path: Path) -> None:
         "import pytest\n@pytest.fixture\ndef it():\n    yield\n    raise ValueError\n\ndef test_one(it): pass\n"
     )
     assert run(tmp_path) == 1
-    (one,) = (json.loads(line) for line in (tmp_path / "build" / "long_run.jsonl").read_text().splitlines())
+    (one,) = outcomes(tmp_path / "build" / "long_run.jsonl").values()
     assert one["outcome"] == "failed"

@@ -3,7 +3,8 @@
     pytest -p tests.support.long_run -m "long and not gpu"      runs the tests that have not passed yet
     python -m tests.support.long_run FOLDER                     sums their outcomes up in FOLDER/long_run.json
 
-`make test-long` does both, after the quick tests. A record is a line of JSON: test, outcome, seconds, commit, date.
+`make test-long` does both, after the quick tests. A record is a line of JSON: test, outcome, seconds, commit, date. The
+outcome is "left" from when a test is first selected until it has run.
 """
 
 from __future__ import annotations
@@ -37,14 +38,6 @@ def outcomes(path: Path = RECORDS) -> dict[str, Mapping[str, Any]]:
     return found
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests that have passed, or been skipped, in this run."""
-    known = outcomes()
-    ended = [item for item in items if known.get(item.nodeid, {}).get("outcome") in ENDED]
-    config.hook.pytest_deselected(items=ended)
-    items[:] = [item for item in items if item not in set(ended)]
-
-
 class Recorder:
     """Keeps the worst outcome of a test's set-up, call and end, and the seconds of all three."""
 
@@ -55,19 +48,28 @@ class Recorder:
         self._seconds = 0.0
         self._outcome = "passed"
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Leave out the tests that have passed, or been skipped, in this run. Once options have deselected theirs."""
+        known = outcomes(self._path)
+        ended = [item for item in items if known.get(item.nodeid, {}).get("outcome") in ENDED]
+        config.hook.pytest_deselected(items=ended)
+        items[:] = [item for item in items if item not in set(ended)]
+        self._keep("left", 0.0, *(item.nodeid for item in items if item.nodeid not in known))
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds += report.duration
         if report.outcome != "passed" and self._outcome != "failed":
             self._outcome = report.outcome
         if report.when == "teardown":
-            day = time.strftime("%Y-%m-%d", time.gmtime())
-            line = {
-                "test": report.nodeid, "outcome": self._outcome, "seconds": round(self._seconds, 2),
-                "commit": self._commit, "date": day,
-            }  # fmt: skip
-            with self._path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            self._keep(self._outcome, self._seconds, report.nodeid)
             self._seconds, self._outcome = 0.0, "passed"
+
+    def _keep(self, outcome: str, seconds: float, *tests: str) -> None:
+        day = time.strftime("%Y-%m-%d", time.gmtime())
+        told = {"outcome": outcome, "seconds": round(seconds, 2), "commit": self._commit, "date": day}
+        with self._path.open("a") as file:
+            file.writelines(json.dumps({"test": test, **told}) + "\n" for test in tests)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -75,7 +77,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def summary(records: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """A row for each file of tests: how many passed and were skipped, which failed, how long, when, and the commits."""
+    """A row for each file of tests: how many passed, were skipped and are left, which failed, how long, when, and the
+    commits."""
     by_file: dict[str, list[Mapping[str, Any]]] = {}
     for one in records:
         by_file.setdefault(one["test"].partition("::")[0], []).append(one)
@@ -85,6 +88,7 @@ def summary(records: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
             "file": file,
             "passed": count["passed"],
             "skipped": count["skipped"],
+            "left": count["left"],
             "failed": sorted(row["test"] for row in rows if row["outcome"] == "failed"),
             "seconds": round(sum(row["seconds"] for row in rows)),
             "commits": sorted({row["commit"] for row in rows}),
@@ -93,13 +97,17 @@ def summary(records: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def main(folder: Path) -> int:
-    """Prints how many failed, and saves the rows. The exit status is 1 where a test failed."""
+    """Prints how many failed, and saves the rows. The exit status is 1 where a test failed or is left."""
     rows = list(summary(outcomes().values()))
     failed = [test for row in rows for test in row["failed"]]
-    total = {name: sum(row[name] for row in rows) for name in ("passed", "skipped", "seconds")}
+    total = {name: sum(row[name] for row in rows) for name in ("passed", "skipped", "left", "seconds")}
     save(record("long_run", ["make", "test-long"], total | {"failed": len(failed), "files": rows}), folder)
-    print(f"{total['passed']} passed, {len(failed)} failed, {total['skipped']} skipped", *failed, sep="\n")
-    return bool(failed)
+    print(
+        f"{total['passed']} passed, {len(failed)} failed, {total['skipped']} skipped, {total['left']} left",
+        *failed,
+        sep="\n",
+    )
+    return bool(failed or total["left"])
 
 
 if __name__ == "__main__":
