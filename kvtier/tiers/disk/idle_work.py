@@ -59,6 +59,7 @@ class IdleWork:
         self._segment = -1  # the last that was to be preallocated
         self._ahead: int | None = None  # the one that is
         self._relocations = deque[Relocation]()
+        self._stopped = False
 
     def wake(self) -> None:
         """Begin, if the disk is idle. Never blocks."""
@@ -77,13 +78,18 @@ class IdleWork:
             if some:
                 self.wake()
         except TierError:  # no thread can be started
-            self.stop()
+            self._give_up_all()
+        if self._stopped:
+            self._give_up_all()
 
     def stop(self) -> None:
-        """Make none of the copies that have not begun. From any thread; a step may run."""
-        with contextlib.suppress(IndexError):
-            while True:
-                self._give_up(self._relocations.popleft(), unused=True)
+        """Make none of the copies that have not begun, and none that come. From any thread; a step may run."""
+        self._stopped = True
+        self._give_up_all()
+
+    def _give_up_all(self) -> None:
+        while (one := self._next()) is not None:
+            self._give_up(one, unused=True)
 
     def forget(self) -> None:
         """The store was opened anew. No step may run."""
@@ -133,21 +139,28 @@ class IdleWork:
             self._store.health.counts["restored_slots"] += sound * len(trial.reservations)
 
     def _relocate_next(self) -> None:
+        with contextlib.suppress(TierError, ClosedError), self._store.moving():
+            # Taken while blocks move: the store is not opened anew meanwhile, so its slot is ours.
+            if (one := self._next()) is not None:
+                self._relocate(one)
+
+    def _next(self) -> Relocation | None:
+        with contextlib.suppress(IndexError):
+            return self._relocations.popleft()
+        return None
+
+    def _relocate(self, one: Relocation) -> None:
         try:
-            one = self._relocations.popleft()
-        except IndexError:  # the store is being closed
-            return
-        try:
-            with self._store.moving():
-                copied = self._copy(one)
+            copied = self._copy(one)
             job = self._store.submit(partial(end_relocation, one=one, copied=copied), Use.DROP)
         except (TierError, ClosedError):
             one.ended = True  # the slot is taken back when the store is opened anew
-            return
         except Exception:
             self._give_up(one)
+            self._give_up_all()  # nobody would come back to them soon
             raise
-        job.future.add_done_callback(partial(self._relocated, one))
+        else:
+            job.future.add_done_callback(partial(self._relocated, one))
 
     def _copy(self, one: Relocation) -> Copied:
         """A copy is durable only if no sync failed meanwhile, another's included: that may have lost it."""

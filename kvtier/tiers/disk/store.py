@@ -94,8 +94,7 @@ class Store:
         self.health = SlotHealth(self.parts, calls)
         self.volumes = Volumes(self.parts, calls)
         self._idle = IdleWork(self, self._preallocator, lambda: not self._daily.bytes)  # zeros would cost half of it
-        self._uuid = index.uuid()
-        self._mark = MarkWatch(self.parts[0])
+        self._uuid, self._mark = index.uuid(), MarkWatch(self.parts[0])
         self._dead_owners = DeadOwners()
         self._removals = Removals(self.touches, wall, lambda: maintained and self._may_commit())
         self.shrink = Shrink(self.slab, self.parts[0], self._may_commit)
@@ -191,8 +190,9 @@ class Store:
         log.warning("g3: %s: still waiting for the device, or for a stopped process, to close", self.parts[0])
 
     def _close(self) -> None:
-        stops = (self.room.stop, self._idle.stop, self._writer.stop, self.io.stop, self._preallocator.stop)
-        for close in (*stops, self._state.close, lambda: self.slab.close(), self._lock.release):
+        # The writer thread ends last: what it does not free now, no other process frees before this one ends.
+        stops = (self.room.stop, self._idle.stop, self.io.stop, self.reserved.return_held, self._writer.stop)
+        for close in (*stops, self._preallocator.stop, self._state.close, self.slab.close, self._lock.release):
             try:
                 close()
             except Exception:  # the rest is given back all the same
@@ -282,7 +282,7 @@ class Store:
         for a while. What is held for later writes may lie in a segment that was not made."""
         for part in range(len(self.parts)) if segment is None else [segment % len(self.parts)]:
             self.volumes.found_full(part)
-        self.give_back(self.reserved.clear(), unused=True)
+        self.reserved.return_held()
 
     def quarantine(self, reason: str, *, damaged: bool = False, rest_s: float = 0.0) -> None:
         """Take the store out of use until the writer thread has opened it again, after `rest_s` at the earliest.
@@ -399,7 +399,7 @@ class Store:
             return (not jobs or self._commit(jobs)) and self.room.busy
         self.volumes.try_again()
         if time.monotonic() >= self._hold_until:
-            self.reserved.give_back(self.reserved.clear(), unused=True)  # no write came for them
+            self.reserved.return_held()  # no write came for them
         index = self._state.index
         if index is None:
             self._probe()

@@ -7,6 +7,7 @@ import contextlib
 import shutil
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -22,7 +23,7 @@ from kvtier.testing import VirtualClock
 from kvtier.tiers.data_keys import DataKeys
 from kvtier.tiers.disk import eviction, guests, idle_work, quarantine, recovery, relocation
 from kvtier.tiers.disk.guests import guests_in
-from kvtier.tiers.disk.records import SLOT_ALIGN, Entry, FreeSlot
+from kvtier.tiers.disk.records import SLOT_ALIGN, Entry, FreeSlot, SlotReservation
 from kvtier.tiers.disk.relocation import Copied, Relocation, begin_relocations, copy_block, end_relocation, misplaced
 from kvtier.tiers.disk.slab import DRAFT, Slab
 from kvtier.tiers.disk.store import Store
@@ -98,7 +99,8 @@ class Scene:
         """Nothing is reserved for good, and the index agrees with itself."""
         store = self.small._store
         await until(lambda: store.index_in_use is not None, "it is in use")
-        store.give_back(store.reserved.clear(), unused=True)
+        store.reserved.return_held()
+        store._writer.wake()
         await until(lambda: not store.index.has_reservations(), "a slot was leaked")
         self.small.check()
 
@@ -335,6 +337,106 @@ async def test_where_no_thread_can_be_started_guests_stay(tmp_path: Path, monkey
             await put(large, keys(LARGE, 3), [index])
         await until(lambda: not small._store.index.has_reservations(), "a slot was leaked")
         assert await get(small, KEPT) == [True] * len(KEPT)
+
+
+async def test_closing_gives_back_the_slot_of_a_copy_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the process lives no other one takes it for a dead one's."""
+    begun, stops = threading.Event(), threading.Event()
+
+    def slow(slab: Slab, one: Relocation) -> Copied:
+        begun.set()
+        stops.wait(10)
+        time.sleep(0.3)  # while the rest is closed
+        return copy_block(slab, one)
+
+    clock, copy_block = VirtualClock(), idle_work.copy_block
+    monkeypatch.setattr(idle_work, "copy_block", slow)
+    stop = idle_work.IdleWork.stop
+    monkeypatch.setattr(idle_work.IdleWork, "stop", lambda self: (stop(self), stops.set()))
+    async with (
+        opened(tmp_path / "g3", CAPACITY // SMALL, block_bytes=SMALL, clock=clock) as small,
+        opened(tmp_path / "g3", CAPACITY // LARGE, block_bytes=LARGE, clock=clock) as large,
+    ):
+        await fill(small, FULL_SMALL)
+        await small.retain(KEPT, until=clock.wall() + 3600)
+        await asyncio.wait_for(put(large, keys(LARGE, 1)), 10)
+        await until(begun.is_set, "a copy is made")
+    assert nothing_is_reserved(tmp_path / "g3")
+
+
+def nothing_is_reserved(path: Path) -> bool:
+    store = Store.visit([path])
+    try:
+        return not store.index.has_reservations()
+    finally:
+        store.release(10)
+
+
+async def test_a_copy_that_is_begun_while_the_store_is_closed_gives_its_slot_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transaction that reserved it was under way then."""
+    clock, idle = VirtualClock(), list[idle_work.IdleWork]()
+    relocate = idle_work.IdleWork.relocate
+
+    def late(self: idle_work.IdleWork, some: Sequence[Relocation]) -> None:
+        if some:
+            idle.append(self)
+            self.stop()
+            small._store.io.stop()
+        relocate(self, some)
+
+    monkeypatch.setattr(idle_work.IdleWork, "relocate", late)
+    async with (
+        opened(tmp_path / "g3", CAPACITY // SMALL, block_bytes=SMALL, clock=clock) as small,
+        opened(tmp_path / "g3", CAPACITY // LARGE, block_bytes=LARGE, clock=clock) as large,
+    ):
+        await fill(small, FULL_SMALL)
+        await small.retain(KEPT, until=clock.wall() + 3600)
+        await asyncio.wait_for(put(large, keys(LARGE, 1)), 10)
+        await until(lambda: bool(idle), "copies are begun")
+        await until(lambda: not small._store.index.has_reservations(), "a slot was leaked")
+
+
+async def test_a_copy_whose_slot_was_taken_back_meanwhile_is_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is opened anew between the look for a copy and its beginning, and another block has the slot."""
+    medium, clock, asked = BadMedium(), VirtualClock(), list[bool]()
+    moving = Store.moving
+
+    def opened_anew_before(self: Store) -> contextlib.AbstractContextManager[None]:
+        if self._idle._relocations and threading.current_thread().name.startswith("kvtier-g3-io") and not asked:
+            asked.append(True)
+            self.quarantine("for the test")
+            deadline = threading.Event()
+            while self.index_in_use is None:
+                deadline.wait(0.005)
+            self.submit(lambda txn: txn.reclaim()).future.result(10)
+            taken = self.submit(lambda txn: txn.reserve_slots(1, 64)).future.result(10)
+            for one in taken:
+                self.slab.write(one.segment, one.offset, [memoryview(b"U" * SMALL)])
+            written.extend(taken)
+        return moving(self)
+
+    written: list[SlotReservation] = []
+    monkeypatch.setattr(Store, "moving", opened_anew_before)
+    async with (
+        opened(tmp_path / "g3", CAPACITY // SMALL, block_bytes=SMALL, clock=clock, calls=medium) as small,
+        opened(tmp_path / "g3", CAPACITY // LARGE, block_bytes=LARGE, clock=clock, calls=medium) as large,
+    ):
+        here, store = Scene(small, large, medium, tmp_path / "g3"), small._store
+        await fill(small, FULL_SMALL)
+        assert all(await small.retain(KEPT, until=clock.wall() + 3600))
+        with contextlib.suppress(TierError):
+            await put(large, keys(LARGE, 1))
+        await until(lambda: bool(written) and not store._idle._relocations, "the slots are another's now")
+        for one in written:
+            raw = bytearray(SMALL)
+            store.slab.read(one.segment, one.offset, [memoryview(raw)])
+            assert raw == b"U" * SMALL, "written over"
+        store.give_back(written)
+        await here.settled()
 
 
 async def test_closing_gives_back_what_was_to_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
