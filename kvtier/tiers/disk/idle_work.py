@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvtier.errors import ClosedError, TierError
 from kvtier.tiers.disk.faults import NO_SPACE
@@ -27,6 +27,8 @@ from kvtier.tiers.disk.trial_queue import TrialQueue
 from kvtier.tiers.disk.trials import Trial, end_trial
 from kvtier.tiers.disk.write_txn import WriteTxn
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
 
@@ -41,7 +43,7 @@ class IdleStore(Protocol):
     @property
     def index_in_use(self) -> Index | None: ...
     def moving(self) -> AbstractContextManager[None]: ...
-    def submit(self, work: Callable[[WriteTxn], None], use: Use) -> CommitJob[None]: ...
+    def submit(self, work: Callable[[WriteTxn], T], use: Use) -> CommitJob[T]: ...
     def give_back(self, reservations: Sequence[SlotReservation], *, unused: bool = False) -> None: ...
     def quarantine(self, reason: str) -> None: ...
     def too_many_bad(self) -> None: ...
@@ -52,6 +54,8 @@ class IdleWork:
     """Step by step, on an I/O thread that has nothing else to do."""
 
     def __init__(self, store: IdleStore, preallocator: Preallocator, may_preallocate: Callable[[], bool]) -> None:
+        self.counts = Counter(relocated_blocks=0)
+        """Since the store was opened. There from the start."""
         self.trials = TrialQueue(store.health, self.wake, store.too_many_bad)
         self._store = store
         self._preallocator = preallocator
@@ -180,9 +184,11 @@ class IdleWork:
                 return Copied.FAILED
         return Copied.FAILED if store.syncs.failures != failures else copied
 
-    def _relocated(self, one: Relocation, done: Future[None]) -> None:
+    def _relocated(self, one: Relocation, done: Future[bool]) -> None:
         if done.cancelled() or done.exception() is not None:
             self._give_up(one)
+        else:
+            self.counts["relocated_blocks"] += done.result()
         one.ended = True
 
     def _give_up(self, one: Relocation, *, unused: bool = False) -> None:

@@ -8,7 +8,6 @@ import shutil
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -22,9 +21,18 @@ from kvtier.identity.keys import BlockKey, scope_of_key
 from kvtier.testing import VirtualClock
 from kvtier.tiers.data_keys import DataKeys
 from kvtier.tiers.disk import eviction, guests, idle_work, quarantine, recovery, relocation
+from kvtier.tiers.disk.extents import Extent
 from kvtier.tiers.disk.guests import guests_in
 from kvtier.tiers.disk.records import SLOT_ALIGN, Entry, FreeSlot, SlotReservation
-from kvtier.tiers.disk.relocation import Copied, Relocation, begin_relocations, copy_block, end_relocation, misplaced
+from kvtier.tiers.disk.relocation import (
+    Copied,
+    Relocation,
+    Relocations,
+    begin_relocations,
+    copy_block,
+    end_relocation,
+    misplaced,
+)
 from kvtier.tiers.disk.slab import DRAFT, Slab
 from kvtier.tiers.disk.store import Store
 from kvtier.tiers.disk.tier import DiskTier
@@ -134,11 +142,12 @@ def entries_at_the_end(monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
     """Of blocks whose copies were published or given up, as that left them."""
     seen: list[Entry] = []
 
-    def end(txn: WriteTxn, one: Relocation, copied: Copied) -> None:
-        end_relocation(txn, one, copied)
+    def end(txn: WriteTxn, one: Relocation, copied: Copied) -> bool:
+        moved = end_relocation(txn, one, copied)
         entry = txn.find(one.name)
         assert entry is not None
         seen.append(entry)
+        return moved
 
     monkeypatch.setattr(idle_work, "end_relocation", end)
     return seen
@@ -165,11 +174,12 @@ async def test_a_guest_is_read_from_its_new_slot_and_the_old_one_is_used(
 
         def are_back() -> bool:
             with s._store.index.reading() as txn:
-                return not misplaced(txn) and not guests_in(txn)
+                return not misplaced(txn)[0] and not guests_in(txn)
 
         await until(are_back, "the last of them are copied")
         for one in here.copied:
             assert here.place_of(one.name) == (one.to.segment, one.to.slot)
+        await until(lambda: s.counters()["relocated_blocks"] == len(here.copied), "they are counted")
         assert await get(s, KEPT) == [True] * len(KEPT)
         assert True in await get(big, keys(LARGE, 4))
         until_then = await s.retained()
@@ -406,7 +416,7 @@ async def test_a_copy_whose_slot_was_taken_back_meanwhile_is_not_made(
     moving = Store.moving
 
     def opened_anew_before(self: Store) -> contextlib.AbstractContextManager[None]:
-        if self._idle._relocations and threading.current_thread().name.startswith("kvtier-g3-io") and not asked:
+        if self.idle._relocations and threading.current_thread().name.startswith("kvtier-g3-io") and not asked:
             asked.append(True)
             self.quarantine("for the test")
             deadline = threading.Event()
@@ -430,7 +440,7 @@ async def test_a_copy_whose_slot_was_taken_back_meanwhile_is_not_made(
         assert all(await small.retain(KEPT, until=clock.wall() + 3600))
         with contextlib.suppress(TierError):
             await put(large, keys(LARGE, 1))
-        await until(lambda: bool(written) and not store._idle._relocations, "the slots are another's now")
+        await until(lambda: bool(written) and not store.idle._relocations, "the slots are another's now")
         for one in written:
             raw = bytearray(SMALL)
             store.slab.read(one.segment, one.offset, [memoryview(raw)])
@@ -448,7 +458,7 @@ async def test_closing_gives_back_what_was_to_be_copied(tmp_path: Path, monkeypa
     ):
         await fill(small, FULL_SMALL)
         await small.retain(KEPT, until=clock.wall() + 3600)
-        idle = small._store._idle
+        idle = small._store.idle
         putting = asyncio.ensure_future(put(large, keys(LARGE, 1)))
         await until(lambda: bool(idle._relocations), "copies are to be made")
         await asyncio.wait_for(putting, 10)  # it waits for them, but not long
@@ -561,7 +571,7 @@ def test_two_processes_that_copy_one_block_leave_it_in_one_slot(
     for number in range(4):
         store.put((64, number))
     with store.index.reading() as txn:
-        assert misplaced(txn) == {1}
+        assert {place.units for _segment, place in misplaced(txn)[0]} == {1}
     begun = [store.transact(lambda txn: begin_relocations(txn, kept, NOW), drain=False) for _ in range(2)]
     pairs = [(one, other) for one in begun[0] for other in begun[1] if one.name == other.name]
     assert pairs
@@ -583,7 +593,7 @@ def test_two_processes_that_copy_one_block_leave_it_in_one_slot(
 def test_a_spent_budget_copies_nothing(tmp_path: Path) -> None:
     store, kept = guests_of_two(tmp_path / "index")
     with store.index.reading() as txn:
-        assert not misplaced(txn)
+        assert misplaced(txn) == ([], None)
 
     def spent(txn: WriteTxn) -> None:
         txn.budget.allows = lambda size: False  # type: ignore[method-assign]
@@ -612,27 +622,43 @@ def test_a_copy_pushes_out_nothing_that_is_worth_more(tmp_path: Path) -> None:
     assert not store.index.demand.waits
 
 
-def test_a_look_for_guests_reads_a_bounded_number_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ClassStore(tmp_path / "index", 2, 4096 * SLOT_ALIGN)
+def test_looks_for_guests_come_to_all_of_them_in_short_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that lie well may be many, and the first ones."""
+    store = ClassStore(tmp_path / "index", 2, 8192 * SLOT_ALIGN)
 
     def add(txn: WriteTxn) -> None:
-        for number in range(4000):
-            txn.segments.guests.add(FreeSlot(1, 0, number))
+        for number in range(700):
+            txn.segments.guests.add(FreeSlot(8, 0, number))
+        for number in range(1000, 3000):
+            txn.segments.guests.add(FreeSlot(1, 0, 5000 + number))
 
     store.put((8, 0))
     store.transact(add, drain=False)
-    seen = Counter[str]()
-    rows = guests.rows
+    monkeypatch.setattr(relocation, "GUESTS_PER_STEP", 256)
+    monkeypatch.setattr(relocation, "PLACES_MAX", 512)
+    reads, rows = list[int](), guests.rows
 
     def counted(txn: Any, prefix: bytes, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        reads.append(0)
         for row in rows(txn, prefix, start):
-            seen["rows"] += 1
+            reads[-1] += 1
             yield row
 
     monkeypatch.setattr(guests, "rows", counted)
-    with store.index.reading() as txn:
-        assert misplaced(txn) == {1}
-    assert 1000 < seen["rows"] < 1100
+    relocations, found = Relocations(), set[tuple[int, Extent]]()
+    for _ in range(6):
+        relocations.look_soon()
+        while not relocations.known:
+            relocations.step(store.index, NOW)
+        while relocations._looks:
+            relocations.step(store.index, NOW)
+        places = relocations._places[1]
+        assert len(places) <= 512 + 256
+        found |= places
+        while relocations.known:  # none of them has a block
+            assert relocations.step(store.index, NOW) is None
+    assert {place.first for _segment, place in found} == set(range(6000, 8000))
+    assert max(reads) == 256
 
 
 def test_a_search_for_a_victim_does_not_begin_anew_where_a_retained_block_moved(
