@@ -56,7 +56,7 @@ class IdleWork:
     def __init__(self, store: IdleStore, preallocator: Preallocator, may_preallocate: Callable[[], bool]) -> None:
         self.counts = Counter(relocated_blocks=0)
         """Since the store was opened. There from the start."""
-        self.trials = TrialQueue(store.health, self.wake, store.too_many_bad)
+        self.trials = TrialQueue(store.health, self.wake, store.too_many_bad, store.give_back)
         self._store = store
         self._preallocator = preallocator
         self._may_preallocate = may_preallocate
@@ -87,9 +87,11 @@ class IdleWork:
             self._give_up_all()
 
     def stop(self) -> None:
-        """Make none of the copies that have not begun, and none that come. From any thread; a step may run."""
+        """Make none of the trials and copies that have not begun, and none that come. From any thread; a step may
+        run."""
         self._stopped = True
         self._give_up_all()
+        self.trials.stop()
 
     def _give_up_all(self) -> None:
         while (one := self._next()) is not None:
@@ -129,10 +131,12 @@ class IdleWork:
         store = self._store
         with contextlib.suppress(TierError, ClosedError), store.moving():
             try:
-                trial, sound = self.trials.try_next(store.slab)
+                tried = self.trials.try_next(store.slab)
             except OSError as error:
                 store.quarantine(f"fdatasync at a bad place: {error}")
-            else:
+                return
+            if tried is not None:  # the store is not being closed
+                trial, sound = tried
                 job = store.submit(partial(end_trial, trial=trial, sound=sound), Use.DROP)
                 job.future.add_done_callback(partial(self._ended, trial, sound))
 
