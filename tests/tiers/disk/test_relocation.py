@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.tiers.class_store import NOW, ClassStore, name_of
+from kvtier.bench.tiers.class_store import NOW, ClassStore, name_of, new_block
 from kvtier.errors import TierError
 from kvtier.identity.keys import BlockKey, scope_of_key
 from kvtier.testing import VirtualClock
@@ -692,4 +692,37 @@ def test_a_search_for_a_victim_does_not_begin_anew_where_a_retained_block_moved(
     store.transact(lambda txn: txn.release_retained(kept), drain=False)
     store.run((1, number) for number in range(2000, 2512))
     assert store.resident(1, range(256)) == 0, "it may leave once it is retained no more"
+    store.index.check()
+
+
+def test_guests_take_no_segment_that_the_larger_size_could_have(tmp_path: Path) -> None:
+    """Else a put that needs all there is but for their slots waits for ever: it holds nothing between two tries, so the
+    segment that is free meanwhile becomes the guests', and theirs is emptied for it again."""
+    store = ClassStore(tmp_path / "index", 4, 16 * SLOT_ALIGN)
+    for number in range(3):
+        assert store.put((3, number)) is Stored.STORED
+    kept = [name_of((3, number)) for number in range(3)]
+    store.transact(lambda txn: txn.retain(kept, Wall(NOW + 3600), None, NOW))
+
+    def put(txn: WriteTxn) -> list[Stored]:
+        slots = [txn.reserve(new_block((5, number)), NOW) for number in range(10)]
+        waits = txn.order.cut_short or store.drain.serves(store.index, 5)
+        if Stored.FULL in slots and waits:
+            for slot in slots:
+                if isinstance(slot, SlotReservation):
+                    txn.release(slot, refund=True)
+            return []
+        return [
+            txn.publish(slot, new_block((5, number)), NOW) if isinstance(slot, SlotReservation) else slot
+            for number, slot in enumerate(slots)
+        ]
+
+    found: list[Stored] = []
+    for _ in range(200):
+        if found := store.transact(put):
+            break
+        for _ in range(12):  # copies are made before it tries again
+            store.transact(lambda txn: None)
+    assert found == [Stored.STORED] * 10
+    assert store.resident(3, range(3)) == 3
     store.index.check()
