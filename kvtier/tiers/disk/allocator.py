@@ -118,9 +118,10 @@ class Segments:
         for number in self._changed:
             self._txn.put(number_key(SEGMENTS, number), self._known[number].encode())
 
-    def take(self, slot_cls: int) -> tuple[int, int] | None:
-        """A slot of the class that is not in use, as (segment, slot); None if there is none."""
-        return self._take_free(slot_cls) or self._take_fresh(slot_cls)
+    def take(self, slot_cls: int, *, grows: bool = True) -> tuple[int, int] | None:
+        """A slot of the class that is not in use, as (segment, slot); None if there is none. `grows`: it may be of a
+        segment that no class has."""
+        return self._take_free(slot_cls) or self._take_fresh(slot_cls, grows)
 
     def give(self, held: Held) -> None:
         """The slot of these is free again, or set aside; a segment without any use goes back to all classes."""
@@ -195,7 +196,7 @@ class Segments:
         if raw is not None and SlotReservation.serial_of(raw) == write.serial:
             self.guests.add(write)
 
-    def take_from(self, victim: Entry | FreeSlot) -> tuple[int, int] | None:
+    def take_from(self, victim: Entry | FreeSlot, *, grows: bool = True) -> tuple[int, int] | None:
         """As `take`, where nothing was free, once a block of the class is evicted: its slot, unless it was a guest.
 
         No guest's is used again at once, even where its class has the segment again: a write of another class may have
@@ -206,7 +207,7 @@ class Segments:
         if within and own and not self.guests.has(victim):
             return victim.segment, victim.slot
         self.give(victim)
-        return self.take(victim.slot_class)
+        return self.take(victim.slot_class, grows=grows)
 
     def resize(self, geometry: Geometry) -> None:
         """Hand out slots within another capacity. What lies beyond a smaller one is left to `trim`."""
@@ -353,7 +354,7 @@ class Segments:
         self._set(free.segment, record._replace(used=record.used + 1))
         return free.segment, free.slot
 
-    def _take_fresh(self, slot_cls: int) -> tuple[int, int] | None:
+    def _take_fresh(self, slot_cls: int, grows: bool) -> tuple[int, int] | None:
         if slot_cls in self._without_fresh:
             return None
         width = 1
@@ -361,10 +362,10 @@ class Segments:
             number = self._filling(slot_cls)
             if number is None or not self._has_fresh(number):
                 number = self._unfilled(slot_cls)
-                if number is None:
+                if number is None and grows:
                     number = self._grow(slot_cls)
+                    self._without_fresh |= {slot_cls} if number is None else set()
                 if number is None:
-                    self._without_fresh.add(slot_cls)
                     return None
                 self._txn.put(number_key(FILL, slot_cls), number_key(SEGMENTS, number))
                 self._fill[slot_cls] = number

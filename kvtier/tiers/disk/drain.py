@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvtier.errors import CorruptError
 from kvtier.retention.terms import Depth
@@ -29,7 +29,7 @@ from kvtier.tiers.disk.class_worth import ClassWorth, step_of, worths_in
 from kvtier.tiers.disk.extents import Extent, clear_slots, keeps_more
 from kvtier.tiers.disk.geometry import Geometry, geometry_in
 from kvtier.tiers.disk.gifts import Gift, gifts
-from kvtier.tiers.disk.guests import extent_of, guests_in, is_guest
+from kvtier.tiers.disk.guests import GUEST_KEY, extent_of, guests_from, is_guest
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.records import (
     RESERVED,
@@ -55,7 +55,8 @@ from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.times import Wall
 
 ROWS_PER_STEP = 1024
-"""Rows read in one transaction: about a millisecond."""
+RETAINED_PER_STEP = 256
+"""Rows, and retained blocks with their entries, read in one transaction: one or two milliseconds."""
 EVICTIONS_PER_TXN = 64
 STEPS_PER_LOOK = 256
 """Steps without a demand between two looks for segments that another process left draining."""
@@ -78,9 +79,12 @@ class _Survey:
     classes: dict[int, int]
     """Of all segments."""
     next: bytes = RETAINED_KEY
+    """Where to go on: among the retained blocks, then the guests, then the rows of each giver."""
     rows: int = 0
     stays: dict[int, array[int]] = field(default_factory=lambda: defaultdict(lambda: array("I")))
     """By segment, first unit and units of each block that must stay."""
+    lodged: dict[int, list[Extent]] = field(default_factory=lambda: defaultdict(list))
+    """By segment, the guests."""
     warmth: Counter[int] = field(default_factory=Counter)
     guests: list[bytes] = field(default_factory=list)
     """The coldest blocks that lie in the taker's segments and need not stay, EVICTIONS_PER_TXN at most."""
@@ -191,6 +195,12 @@ class Drain:
             if survey.next.startswith(RETAINED_KEY):
                 self._read_retained(index, txn, survey, wall_s)
                 return None
+            if survey.next.startswith(GUEST_KEY):
+                guests, following = guests_from(txn, survey.next, ROWS_PER_STEP)
+                for segment, place in guests:
+                    survey.lodged[segment].append(place)
+                survey.next = following or b""
+                return None
             chunk = list(islice(index.layout.ordered(txn, survey.giver, survey.next), ROWS_PER_STEP))
             survey.rows += len(chunk)
             for key, name in chunk:
@@ -208,37 +218,36 @@ class Drain:
             if len(chunk) == ROWS_PER_STEP:
                 survey.next = chunk[-1][0] + b"\0"
                 return None
-            return self._pick(index, txn, survey, wall_s)
+            around = _Around.of(index, txn, self.relocations)
+        return self._pick(index, survey, around, wall_s)
 
     def _read_retained(self, index: Index, txn: Any, survey: _Survey, wall_s: Wall) -> None:
-        chunk = list(islice(rows(txn, RETAINED_KEY, survey.next), ROWS_PER_STEP))
+        chunk = list(islice(rows(txn, RETAINED_KEY, survey.next), RETAINED_PER_STEP))
         for key, until in chunk:
             if TIME.unpack(until)[0] > wall_s and (entry := _entry(index, txn, key[len(RETAINED_KEY) :])) is not None:
                 survey.stays[entry.segment].extend(extent_of(entry))
-        survey.next = chunk[-1][0] + b"\0" if len(chunk) == ROWS_PER_STEP else b""
+        survey.next = chunk[-1][0] + b"\0" if len(chunk) == RETAINED_PER_STEP else GUEST_KEY
 
-    def _pick(self, index: Index, txn: Any, survey: _Survey, wall_s: Wall) -> Work | None:
+    def _pick(self, index: Index, survey: _Survey, around: _Around, wall_s: Wall) -> Work | None:
         """The segments that hold the least among those that have room for the taker beside what must stay. One that
         writes or trials have slots in is taken only where there is no other, and one at a time: who knows when they
         end."""
         if survey.guests:
             return self._evict_guests(survey.guests, survey, wall_s)
-        promised = promises_in(txn)
+        promised = around.promised
         self._takers = {promise.slot_class for promise in promised.values()}
-        gift, picked = survey.gifts[0], self._segments_to_drain(txn, survey, promised)
+        gift, picked = survey.gifts[0], self._segments_to_drain(survey, around)
         if not picked and len(survey.gifts) > 1:
             survey.go_on()
             return None
         if not picked and not promised:
-            geometry, written = geometry_in(txn), _written(txn)
             for segment, strays in survey.strays.items():
-                if strays and _has_room(txn, survey, geometry, segment, written.get(segment, ())):
+                if strays and _has_room(survey, around, segment, guests=False):
                     return self._evict_guests(strays, survey, wall_s)
         self._survey = None
         if not picked:
             if not promised:
-                now = Counters.decode(txn.get(index.layout.counters_key)).tick
-                until = now + 2 + survey.rows // ROWS_PER_TXN_REFUSED
+                until = around.tick + 2 + survey.rows // ROWS_PER_TXN_REFUSED
                 index.demand.refuse(survey.taker, until, must=survey.must)
             return None
         promise = Promise(survey.taker, survey.priority)
@@ -258,17 +267,16 @@ class Drain:
         self._survey = None
         return lambda txn: evict_guests(txn, names, survey.priority, wall_s)
 
-    def _segments_to_drain(self, txn: Any, survey: _Survey, promised: Container[int]) -> list[int]:
-        geometry, written = geometry_in(txn), _written(txn)
+    def _segments_to_drain(self, survey: _Survey, around: _Around) -> list[int]:
+        promised, written = around.promised, around.written
         mine = [one for one, slot_cls in survey.classes.items() if slot_cls == survey.giver and one not in promised]
         mine.sort(key=lambda segment: survey.warmth[segment])
-        wanted, goes = max(1, survey.gifts[0].size // geometry.segment_bytes), not misplaced(txn)
+        wanted = max(1, survey.gifts[0].size // around.geometry.segment_bytes)
 
         def some(segments: Sequence[int], most: int) -> list[int]:
-            free = (one for one in segments if _has_room(txn, survey, geometry, one, _others(txn, one, written)))
-            found = list(islice(free, most))
-            if len(found) < most and goes:
-                found += _to_clear(txn, survey, geometry, mine, segments, found, most, written)
+            found = list(islice((one for one in segments if _has_room(survey, around, one)), most))
+            if len(found) < most and not around.guests_go:
+                found += _to_clear(survey, around, mine, segments, found, most)
             return found
 
         picked = some([segment for segment in mine if segment not in written], wanted)
@@ -318,38 +326,54 @@ def _writes_in(txn: Any, segments: Iterable[int]) -> list[SlotReservation]:
     return list(islice((write for write in found if not is_guest(txn, write)), EVICTIONS_PER_TXN))
 
 
-def _others(txn: Any, segment: int, written: Mapping[int, Sequence[Extent]]) -> list[Extent]:
-    """What else lies in a segment and cannot be made to leave: guests, and writes."""
-    return [*(guest for _segment, guest in guests_in(txn, segment)), *written.get(segment, ())]
+class _Around(NamedTuple):
+    """What else decides, read in one short transaction. `written`, `bad`: by segment, the slots that writes and trials
+    have, and bad places; `guests_go`: whether some guests are to go back, which makes room."""
+
+    tick: int
+    geometry: Geometry
+    promised: Mapping[int, Promise]
+    written: Mapping[int, Sequence[Extent]]
+    bad: Mapping[int, Sequence[Extent]]
+    guests_go: bool
+
+    @classmethod
+    def of(cls, index: Index, txn: Any, relocations: Relocations) -> _Around:
+        bad = defaultdict[int, list[Extent]](list)
+        for place in bad_places(txn):
+            bad[place.segment].append(place.extent)
+        tick = Counters.decode(txn.get(index.layout.counters_key)).tick
+        guests_go = relocations.known or bool(misplaced(txn)[0])
+        return cls(tick, geometry_in(txn), promises_in(txn), _written(txn), bad, guests_go)
 
 
 def _has_room(
-    txn: Any, survey: _Survey, geometry: Geometry, segment: int, others: Sequence[Extent], *, cleared: bool = False
+    survey: _Survey, around: _Around, segment: int, *, guests: bool = True, cleared: bool = False
 ) -> bool:  # fmt: skip
-    """Whether a slot of the taker lies clear of what must stay in a segment, its bad places, and `others`. `cleared`:
-    once what would be relocated of that is gone."""
+    """Whether a slot of the taker lies clear of what must stay in a segment, its bad places, writes and `guests`.
+    `cleared`: once what would be relocated of that is gone."""
     stays = iter(survey.stays.get(segment, ()))
     extents = [Extent(first, units) for first, units in zip(stays, stays, strict=True)]
     if cleared:
         extents = [one for one in extents if not keeps_more(one, survey.taker)]
-    extents += [*others, *(place.extent for place in bad_places(txn, segment))]
-    return clear_slots(extents, survey.taker, geometry.slots_of(segment, survey.taker)) > 0
+    extents += [*around.bad.get(segment, ()), *around.written.get(segment, ())]
+    extents += survey.lodged.get(segment, ()) if guests else ()
+    return clear_slots(extents, survey.taker, around.geometry.slots_of(segment, survey.taker)) > 0
 
 
 def _to_clear(
-    txn: Any, survey: _Survey, geometry: Geometry, mine: Sequence[int], among: Sequence[int], picked: Sequence[int],
-    wanted: int, written: Mapping[int, Sequence[Extent]],
-) -> list[int]:  # fmt: skip
+    survey: _Survey, around: _Around, mine: Sequence[int], among: Sequence[int], picked: Sequence[int], wanted: int
+) -> list[int]:
     """Further segments, `among` the giver's `mine`, until `wanted` are picked: each has room for the taker once blocks
     that must stay have gone to the segments that are left, where there are slots for them. Those with the fewest."""
     stays = {segment: len(survey.stays.get(segment, ())) // 2 for segment in mine}
-    slots = {segment: geometry.slots_of(segment, survey.giver) for segment in mine}
+    slots = {segment: around.geometry.slots_of(segment, survey.giver) for segment in mine}
     space = sum(slots[one] - stays[one] for one in mine) - sum(slots[one] for one in picked)
     found: list[int] = []
     for segment in sorted(set(among) - set(picked), key=lambda one: (stays[one], survey.warmth[one])):
         if len(picked) + len(found) == wanted or space < slots[segment]:
             break
-        if _has_room(txn, survey, geometry, segment, _others(txn, segment, written), cleared=True):
+        if _has_room(survey, around, segment, cleared=True):
             space -= slots[segment]
             found.append(segment)
     return found

@@ -12,6 +12,7 @@ becomes a guest's again: the block that follows it is of the segment's class.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
@@ -33,11 +34,21 @@ def extent_of(held: Held) -> Extent:
     return Extent(held.slot * held.slot_class, held.slot_class)
 
 
-def guests_in(txn: Any, segment: int | None = None, most: int | None = None) -> list[tuple[int, Extent]]:
-    """(segment, place) of each guest, of one segment or of all; the first `most`, if that is given."""
-    prefix = GUEST_KEY if segment is None else _SEGMENT.pack(GUEST_KEY, segment)
-    found = ((_PLACE.unpack(key), raw) for key, raw in rows(txn, prefix) if len(key) == _PLACE.size)
-    return [(number, Extent(first, _U32.unpack(raw)[0])) for (_, number, first), raw in islice(found, most)]
+def guests_in(txn: Any, segment: int | None = None) -> list[tuple[int, Extent]]:
+    """(segment, place) of each guest, of one segment or of all."""
+    return _places(rows(txn, GUEST_KEY if segment is None else _SEGMENT.pack(GUEST_KEY, segment)))
+
+
+def guests_from(txn: Any, start: bytes, most: int) -> tuple[list[tuple[int, Extent]], bytes | None]:
+    """The guests of all segments in the first `most` rows from the key `start` on, empty at first, and the key to go on
+    from; None at the end."""
+    found = list(islice(rows(txn, GUEST_KEY, start), most))
+    return _places(found), found[-1][0] + b"\0" if len(found) == most else None
+
+
+def _places(found: Iterable[tuple[bytes, bytes]]) -> list[tuple[int, Extent]]:
+    places = ((_PLACE.unpack(key), raw) for key, raw in found if len(key) == _PLACE.size)
+    return [(number, Extent(first, _U32.unpack(raw)[0])) for (_, number, first), raw in places]
 
 
 def is_guest(txn: Any, held: Held) -> bool:

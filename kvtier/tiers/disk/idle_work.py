@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvtier.errors import ClosedError, TierError
 from kvtier.tiers.disk.faults import NO_SPACE
@@ -27,6 +27,8 @@ from kvtier.tiers.disk.trial_queue import TrialQueue
 from kvtier.tiers.disk.trials import Trial, end_trial
 from kvtier.tiers.disk.write_txn import WriteTxn
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
 
@@ -41,7 +43,7 @@ class IdleStore(Protocol):
     @property
     def index_in_use(self) -> Index | None: ...
     def moving(self) -> AbstractContextManager[None]: ...
-    def submit(self, work: Callable[[WriteTxn], None], use: Use) -> CommitJob[None]: ...
+    def submit(self, work: Callable[[WriteTxn], T], use: Use) -> CommitJob[T]: ...
     def give_back(self, reservations: Sequence[SlotReservation], *, unused: bool = False) -> None: ...
     def quarantine(self, reason: str) -> None: ...
     def too_many_bad(self) -> None: ...
@@ -52,13 +54,16 @@ class IdleWork:
     """Step by step, on an I/O thread that has nothing else to do."""
 
     def __init__(self, store: IdleStore, preallocator: Preallocator, may_preallocate: Callable[[], bool]) -> None:
-        self.trials = TrialQueue(store.health, self.wake, store.too_many_bad)
+        self.counts = Counter(relocated_blocks=0)
+        """Since the store was opened. There from the start."""
+        self.trials = TrialQueue(store.health, self.wake, store.too_many_bad, store.give_back)
         self._store = store
         self._preallocator = preallocator
         self._may_preallocate = may_preallocate
         self._segment = -1  # the last that was to be preallocated
         self._ahead: int | None = None  # the one that is
         self._relocations = deque[Relocation]()
+        self._stopped = False
 
     def wake(self) -> None:
         """Begin, if the disk is idle. Never blocks."""
@@ -77,13 +82,20 @@ class IdleWork:
             if some:
                 self.wake()
         except TierError:  # no thread can be started
-            self.stop()
+            self._give_up_all()
+        if self._stopped:
+            self._give_up_all()
 
     def stop(self) -> None:
-        """Make none of the copies that have not begun. From any thread; a step may run."""
-        with contextlib.suppress(IndexError):
-            while True:
-                self._give_up(self._relocations.popleft(), unused=True)
+        """Make none of the trials and copies that have not begun, and none that come. From any thread; a step may
+        run."""
+        self._stopped = True
+        self._give_up_all()
+        self.trials.stop()
+
+    def _give_up_all(self) -> None:
+        while (one := self._next()) is not None:
+            self._give_up(one, unused=True)
 
     def forget(self) -> None:
         """The store was opened anew. No step may run."""
@@ -119,10 +131,12 @@ class IdleWork:
         store = self._store
         with contextlib.suppress(TierError, ClosedError), store.moving():
             try:
-                trial, sound = self.trials.try_next(store.slab)
+                tried = self.trials.try_next(store.slab)
             except OSError as error:
                 store.quarantine(f"fdatasync at a bad place: {error}")
-            else:
+                return
+            if tried is not None:  # the store is not being closed
+                trial, sound = tried
                 job = store.submit(partial(end_trial, trial=trial, sound=sound), Use.DROP)
                 job.future.add_done_callback(partial(self._ended, trial, sound))
 
@@ -133,21 +147,28 @@ class IdleWork:
             self._store.health.counts["restored_slots"] += sound * len(trial.reservations)
 
     def _relocate_next(self) -> None:
+        with contextlib.suppress(TierError, ClosedError), self._store.moving():
+            # Taken while blocks move: the store is not opened anew meanwhile, so its slot is ours.
+            if (one := self._next()) is not None:
+                self._relocate(one)
+
+    def _next(self) -> Relocation | None:
+        with contextlib.suppress(IndexError):
+            return self._relocations.popleft()
+        return None
+
+    def _relocate(self, one: Relocation) -> None:
         try:
-            one = self._relocations.popleft()
-        except IndexError:  # the store is being closed
-            return
-        try:
-            with self._store.moving():
-                copied = self._copy(one)
+            copied = self._copy(one)
             job = self._store.submit(partial(end_relocation, one=one, copied=copied), Use.DROP)
         except (TierError, ClosedError):
             one.ended = True  # the slot is taken back when the store is opened anew
-            return
         except Exception:
             self._give_up(one)
+            self._give_up_all()  # nobody would come back to them soon
             raise
-        job.future.add_done_callback(partial(self._relocated, one))
+        else:
+            job.future.add_done_callback(partial(self._relocated, one))
 
     def _copy(self, one: Relocation) -> Copied:
         """A copy is durable only if no sync failed meanwhile, another's included: that may have lost it."""
@@ -167,9 +188,11 @@ class IdleWork:
                 return Copied.FAILED
         return Copied.FAILED if store.syncs.failures != failures else copied
 
-    def _relocated(self, one: Relocation, done: Future[None]) -> None:
+    def _relocated(self, one: Relocation, done: Future[bool]) -> None:
         if done.cancelled() or done.exception() is not None:
             self._give_up(one)
+        else:
+            self.counts["relocated_blocks"] += done.result()
         one.ended = True
 
     def _give_up(self, one: Relocation, *, unused: bool = False) -> None:

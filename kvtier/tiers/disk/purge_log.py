@@ -78,17 +78,20 @@ class PurgeLog:
         with self._locked():
             used = {place: (name, time) for place, name, time in self._records()}
             place = next((place for place, (name, _) in used.items() if name == scoped), 0)
-            if place and used[place][1] >= until:
-                return
-            place = place or next((place for place in range(1, RECORDS) if place not in used), 0)
-            if not place:
-                scoped, until, place = ALL, max(until, *(time for _, time in used.values())), 1
-            os.pwrite(self._fd, _encoded(scoped, until), place * _RECORD.size)
-            if scoped == ALL:
-                os.fsync(self._fd)  # before those that it replaces are gone
-                os.pwrite(self._fd, bytes((RECORDS - 2) * _RECORD.size), 2 * _RECORD.size)
-            self._changed()
-        os.fsync(self._fd)
+            if not place or used[place][1] < until:
+                self._write(scoped, until, place, used)
+        os.fsync(self._fd)  # a record that was there may be of a call whose sync has not ended
+
+    def _write(self, scoped: bytes, until: Wall, place: int, used: Mapping[int, tuple[bytes, Wall]]) -> None:
+        """`place`: where there is a record of this scope already, else 0."""
+        place = place or next((place for place in range(1, RECORDS) if place not in used), 0)
+        if not place:
+            scoped, until, place = ALL, max(until, *(time for _, time in used.values())), 1
+        os.pwrite(self._fd, _encoded(scoped, until), place * _RECORD.size)
+        if scoped == ALL:
+            os.fsync(self._fd)  # before those that it replaces are gone
+            os.pwrite(self._fd, bytes((RECORDS - 2) * _RECORD.size), 2 * _RECORD.size)
+        self._changed()
 
     def settle(self, purges: Mapping[bytes, Wall]) -> None:
         """Forget these: the index has them, durably. Raises OSError or TierTimeout."""

@@ -1,7 +1,8 @@
 """Purged tenants of a G3 store: per tenant the mark (`kvtier.retention.marks`) up to which its blocks are dead.
 
 There are up to TOMBSTONES_MAX of them. Where more come, the older half gives way to one mark for the whole store, the
-latest of theirs: what has that one or an earlier one is dead, whosesoever it is.
+latest of theirs: what has that one or an earlier one is dead, whosesoever it is. Those that the purge log has refused
+stay, and are not counted among them: by them the next process knows what it owes the log.
 
     meta key, after the "m"      value
     "purged" ‖ digest ‖ tenant   f64: blocks of the tenant with that mark or an earlier one are misses for ever
@@ -18,6 +19,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from kvtier.identity.keys import NAMESPACE_BYTES, tenant_of
+from kvtier.retention.marks import is_refused
 from kvtier.tiers.disk.purge_log import ALL
 from kvtier.tiers.disk.records import META, PURGED_KEY, SCOPED_BYTES, TIME, rows, time_at
 from kvtier.times import Wall
@@ -105,15 +107,21 @@ class TombstoneFold:
     def __init__(self) -> None:
         self._until = Wall("-inf")
         self._left: list[bytes] = []
+        self._allowed = TOMBSTONES_MAX  # with those that stay
 
     def step(self, index: PurgeRows) -> tuple[Wall, list[bytes]] | None:
         """Arguments for `Purged.fold`; None if there is nothing to do."""
         if not self._left:
             with index.reading() as txn:
-                if count_in(txn) <= TOMBSTONES_MAX:
-                    return None
-            found = [(TIME.unpack(raw)[0], key[len(PURGED_KEY) :]) for key, raw in index.rows(PURGED_KEY)]
-            found = sorted(one for one in found if one[1])[: len(found) // 2]
+                count = count_in(txn)
+            if count <= self._allowed:
+                return None
+            rows_of = ((Wall(TIME.unpack(raw)[0]), key[len(PURGED_KEY) :]) for key, raw in index.rows(PURGED_KEY))
+            found = sorted(one for one in rows_of if one[1] and not is_refused(one[0]))
+            if len(found) <= TOMBSTONES_MAX:
+                self._allowed = count + FOLDED_PER_COMMIT_MAX  # all are read again when there are so many more
+                return None
+            self._allowed, found = TOMBSTONES_MAX, found[: len(found) // 2]
             self._until = Wall(found[-1][0])
             self._left = [scoped for _, scoped in found]
         some, self._left = self._left[:FOLDED_PER_COMMIT_MAX], self._left[FOLDED_PER_COMMIT_MAX:]

@@ -80,12 +80,12 @@ class ReservedSlots:
         with self._lock:
             (self._unused if unused else self._returned).extend(reservations)
 
-    def clear(self) -> list[SlotReservation]:
-        """Hold none for the next write any more; returns those that were held."""
+    def return_held(self) -> None:
+        """Hold none for the next write any more: have them freed by the next transaction."""
         with self._lock:
-            held, self._held = self._held, []
+            self._unused += self._held
+            self._held = []
             self._peak = self._moving
-        return held
 
     def forget(self) -> None:
         """Hold none and free none: they are not this process's any more."""

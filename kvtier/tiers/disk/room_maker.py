@@ -58,7 +58,7 @@ class RoomMaker:
             return []
         self._goes_on = True
         if self._drain.stuck:
-            self._reserved.give_back(self._reserved.clear(), unused=True)
+            self._reserved.return_held()
         if work is None:
             return self._shrink.due_jobs(index)
         job: CommitJob[Any] = CommitJob(work, Use.DROP)

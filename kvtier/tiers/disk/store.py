@@ -93,9 +93,8 @@ class Store:
         self._preallocator = Preallocator(self.parts, lambda segment: self.geometry.size_of(segment), calls)
         self.health = SlotHealth(self.parts, calls)
         self.volumes = Volumes(self.parts, calls)
-        self._idle = IdleWork(self, self._preallocator, lambda: not self._daily.bytes)  # zeros would cost half of it
-        self._uuid = index.uuid()
-        self._mark = MarkWatch(self.parts[0])
+        self.idle = IdleWork(self, self._preallocator, lambda: not self._daily.bytes)  # zeros would cost half of it
+        self._uuid, self._mark = index.uuid(), MarkWatch(self.parts[0])
         self._dead_owners = DeadOwners()
         self._removals = Removals(self.touches, wall, lambda: maintained and self._may_commit())
         self.shrink = Shrink(self.slab, self.parts[0], self._may_commit)
@@ -103,7 +102,7 @@ class Store:
             index.on_damage = self._reader_failed
             self.shrink.begin(index)
         self.room = RoomMaker(
-            self.reserved, self.shrink, wall, lambda: maintained and self._may_commit(), self._idle.relocate
+            self.reserved, self.shrink, wall, lambda: maintained and self._may_commit(), self.idle.relocate
         )
         self._hold_until, self._wanted_bytes = 0.0, 0  # of slots; a larger capacity
         hooks = self._writer_failed, lambda: 3 * self.reserved.writes // 4, self.room.evictions
@@ -191,8 +190,9 @@ class Store:
         log.warning("g3: %s: still waiting for the device, or for a stopped process, to close", self.parts[0])
 
     def _close(self) -> None:
-        stops = (self.room.stop, self._idle.stop, self._writer.stop, self.io.stop, self._preallocator.stop)
-        for close in (*stops, self._state.close, lambda: self.slab.close(), self._lock.release):
+        # The writer thread ends last: what it does not free now, no other process frees before this one ends.
+        stops = (self.room.stop, self.idle.stop, self.io.stop, self.reserved.return_held, self._writer.stop)
+        for close in (*stops, self._preallocator.stop, self._state.close, self.slab.close, self._lock.release):
             try:
                 close()
             except Exception:  # the rest is given back all the same
@@ -274,7 +274,7 @@ class Store:
         job = self.submit(
             lambda txn: [drop_unreadable(txn, name, raw, TRIES, wall_s) for name, raw in blocks], Use.DROP
         )
-        self._idle.trials.follow(job)
+        self.idle.trials.follow(job)
         return job
 
     def volume_full(self, segment: int | None = None) -> None:
@@ -282,7 +282,7 @@ class Store:
         for a while. What is held for later writes may lie in a segment that was not made."""
         for part in range(len(self.parts)) if segment is None else [segment % len(self.parts)]:
             self.volumes.found_full(part)
-        self.give_back(self.reserved.clear(), unused=True)
+        self.reserved.return_held()
 
     def quarantine(self, reason: str, *, damaged: bool = False, rest_s: float = 0.0) -> None:
         """Take the store out of use until the writer thread has opened it again, after `rest_s` at the earliest.
@@ -358,7 +358,7 @@ class Store:
             self._notify(list(txn.removed))
             self.tick = txn.tick
             if txn.segments.next is not None:
-                self._idle.preallocate(txn.segments.next)
+                self.idle.preallocate(txn.segments.next)
             if self.reserved.writes:
                 self._hold_until = time.monotonic() + HOLD_S
         finally:
@@ -399,13 +399,13 @@ class Store:
             return (not jobs or self._commit(jobs)) and self.room.busy
         self.volumes.try_again()
         if time.monotonic() >= self._hold_until:
-            self.reserved.give_back(self.reserved.clear(), unused=True)  # no write came for them
+            self.reserved.return_held()  # no write came for them
         index = self._state.index
         if index is None:
             self._probe()
             return False
         jobs = [*self._removals.due_jobs(index), *self.room.due_jobs(index)]
-        jobs += [*self._dead_owners.due_jobs(index), *self._idle.trials.due_jobs(index, self._wall)]
+        jobs += [*self._dead_owners.due_jobs(index), *self.idle.trials.due_jobs(index, self._wall)]
         may_write = self._may_commit()  # where it may not, nobody asks for slots either
         wanted = jobs or (may_write and (self.touches or self.reserved.has_returned))
         if wanted and not self._commit(jobs or [CommitJob(lambda txn: None)]):
@@ -429,7 +429,7 @@ class Store:
             self.owner, self.geometry, index.on_damage = index.owner, index.geometry(), self._reader_failed
             self.shrink.begin(index)
             self.reserved.forget()  # the new owner took them back; nothing moves, so no write adds to them
-            self._idle.forget()
+            self.idle.forget()
             self._state.end(index)
 
     def _heed_mark(self) -> None:

@@ -367,9 +367,9 @@ class DiskTier:
         )  # fmt: skip
 
     def counters(self) -> dict[str, int]:
-        """Slots set aside for bad places and taken back into use, unreadable blocks dropped, and how often a volume was
-        found full, since open."""
-        return {**self._store.health.counts, **self._store.volumes.counts}
+        """Slots set aside for bad places and taken back into use, unreadable blocks dropped, blocks relocated, and how
+        often a volume was found full, since open."""
+        return {**self._store.health.counts, **self._store.idle.counts, **self._store.volumes.counts}
 
     def check(self) -> None:
         self._store.check()

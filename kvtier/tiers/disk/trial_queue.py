@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from kvtier.tiers.disk.group_commit import CommitJob
 from kvtier.tiers.disk.index import Index
+from kvtier.tiers.disk.records import SlotReservation
 from kvtier.tiers.disk.slab import Slab
 from kvtier.tiers.disk.slot_health import SlotHealth
 from kvtier.tiers.disk.trials import Dropped, Trial, begin_trials
@@ -21,11 +23,20 @@ TRY_FIRST_S, TRY_EVERY_S = 10.0, 60.0  # between two looks for places whose next
 class TrialQueue:
     """Thread-safe but for `due_jobs`, which is the writer thread's."""
 
-    def __init__(self, health: SlotHealth, wake: Callable[[], None], too_many: Callable[[], None]) -> None:
-        """`wake`: there is something to do. `too_many`: more places fail than may be set aside."""
+    def __init__(
+        self,
+        health: SlotHealth,
+        wake: Callable[[], None],
+        too_many: Callable[[], None],
+        give_back: Callable[[Sequence[SlotReservation]], None],
+    ) -> None:
+        """`wake`: there is something to do. `too_many`: more places fail than may be set aside. `give_back`: the slots
+        of a trial that is not made."""
         self._health = health
         self._wake = wake
         self._too_many = too_many
+        self._give_back = give_back
+        self._stopped = False
         self._trials: deque[Trial] = deque()
         self._look_at = time.monotonic() + TRY_FIRST_S
 
@@ -36,6 +47,17 @@ class TrialQueue:
         """Forget them: their reservations are not this process's any more."""
         self._trials.clear()
 
+    def stop(self) -> None:
+        """Make no further one: their places are tried another time, by any process."""
+        self._stopped = True
+        while (trial := self._next()) is not None:
+            self._give_back(trial.reservations)
+
+    def _next(self) -> Trial | None:
+        with contextlib.suppress(IndexError):
+            return self._trials.popleft()
+        return None
+
     def follow(self, job: CommitJob[Any]) -> None:
         """Queue the trials among the results of a job, once they are committed: not before is a place free to be
         written to."""
@@ -45,7 +67,9 @@ class TrialQueue:
                 return
             results = done.result()
             self._trials.extend(one for one in results if isinstance(one, Trial))
-            if self._trials:
+            if self._stopped:
+                self.stop()
+            elif self._trials:
                 self._wake()
             if Dropped.TOO_MANY in results:
                 self._too_many()
@@ -63,8 +87,8 @@ class TrialQueue:
         self.follow(job)
         return [job]
 
-    def try_next(self, slab: Slab) -> tuple[Trial, bool]:
-        """Make the next trial. Returns it, for a transaction to end, and whether its place proved sound. Blocks on the
-        device. Raises OSError if a sync failed."""
-        trial = self._trials.popleft()
-        return trial, self._health.try_place(slab, trial.place)
+    def try_next(self, slab: Slab) -> tuple[Trial, bool] | None:
+        """Make the next trial, if there is one. Returns it, for a transaction to end, and whether its place proved
+        sound. Blocks on the device. Raises OSError if a sync failed."""
+        trial = self._next()
+        return None if trial is None else (trial, self._health.try_place(slab, trial.place))

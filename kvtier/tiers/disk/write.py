@@ -117,8 +117,9 @@ class WriteBatch:
         self._began = min(self._began, txn.tick)
         with txn.going_on(self._began, [self._blocks[place] for place in self._reserved]):
             slots = [txn.reserve(self._blocks[place], wall_s, self._share_bytes) for place in places]
-        goes_on = txn.order.cut_short or self._store.room.serves(self._store.index, slot_class(self._block_bytes))
-        if Stored.FULL not in slots or not goes_on:
+        index = self._store.index_in_use  # it may be out of use by now: that is for the commit to find out
+        goes_on = index is not None and self._store.room.serves(index, slot_class(self._block_bytes))
+        if Stored.FULL not in slots or not (txn.order.cut_short or goes_on):
             return slots
         for slot in slots:
             if isinstance(slot, SlotReservation):

@@ -164,15 +164,16 @@ class WriteTxn:
 
     def reserve_other(self, name: bytes, entry: Entry, wall_s: Wall) -> SlotReservation | None:
         """Another slot for a block that is here, free or of a block of its class that may leave for it; None if there
-        is none, or the budget is spent. It wants no space of other classes."""
+        is none, or the budget is spent. It wants no space of other classes, nor what no class has: either can have
+        that."""
         self._wall_s = wall_s
         if not self.budget.allows(entry.slot_bytes):
             return None
         self._sheltered.add(name)
-        place, slot_cls = self.segments.take(entry.slot_class), entry.slot_class
+        place, slot_cls = self.segments.take(entry.slot_class, grows=False), entry.slot_class
         if place is None:
             victim = self._evict(lambda: self.order.victim(slot_cls, wall_s), priority_in(entry.rank))
-            place = None if victim is None else self.segments.take_from(victim)
+            place = None if victim is None else self.segments.take_from(victim, grows=False)
         return None if place is None else self._reserve_place(slot_cls, place)
 
     def relocate(self, name: bytes, serial: int, to: SlotReservation) -> bool:

@@ -21,11 +21,13 @@ from kvtier.testing import VirtualClock, chain_of, sample_namespace, seal
 from kvtier.tiers.breaker import Health
 from kvtier.tiers.disk import quarantine, store, trial_queue, trials
 from kvtier.tiers.disk.bad_places import DAY_S, BadPlace, bad_places
+from kvtier.tiers.disk.idle_work import IdleWork
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.maintenance import looking_after
 from kvtier.tiers.disk.records import SLOT_ALIGN
 from kvtier.tiers.disk.slab import SystemCalls
 from kvtier.tiers.disk.slot_health import TRIES, DeviceFault, SlotHealth
+from kvtier.tiers.disk.store import Store
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.disk.trials import Dropped, Trial, drop_unreadable, end_trial
 from kvtier.tiers.disk.write_txn import WriteTxn
@@ -159,6 +161,24 @@ async def test_a_trial_whose_end_cannot_be_written_leaks_no_slot(
         pinned.clear()
         await settled(tier)
         assert [place[:3] for place in set_aside(tier)] == [(0, 3, 1)]
+
+
+async def test_a_trial_that_is_not_made_before_the_store_is_closed_leaks_no_slot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as this process lives no other one would take the slot back, or try the place."""
+    medium, chain = BadMedium(), chain_of(NAMESPACE, 10)
+    monkeypatch.setattr(IdleWork, "wake", lambda self: None)  # the disk is never idle
+    async with opened(tmp_path / "g3", 200, calls=medium) as tier:
+        await put(tier, chain)
+        medium.unreadable = {(FILE, 3)}
+        assert (await get(tier, chain)).count(Miss.CORRUPT) == 1
+        assert tier._store.index.has_reservations()
+    again = Store.visit([tmp_path / "g3"])
+    try:
+        assert not again.index.has_reservations() and again.index.bad_places() == 1
+    finally:
+        again.release(10)
 
 
 @pytest.mark.parametrize("verb", ["write", "read"])

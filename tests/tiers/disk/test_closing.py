@@ -218,3 +218,17 @@ async def test_a_verb_that_comes_as_the_last_user_leaves_fails_and_is_not_cancel
     await tier.close(tier._clock.monotonic() + 5)
     with pytest.raises(TierError, match="closed"):
         await last._writer.submit(lambda txn: None).result(5)
+
+
+async def test_slots_held_for_later_writes_are_free_once_it_is_closed(tmp_path: Path) -> None:
+    """As long as this process lives no other one would take them back."""
+    chain = chain_of(NAMESPACE, 16)
+    async with opened(tmp_path, 8192) as tier:
+        for start in range(0, 16, 4):
+            assert set(await put(tier, chain, range(start, start + 4))) == {Stored.STORED}
+        assert tier._store.reserved._held, "the control: a stream holds slots"
+    left_there = store.Store.visit([tmp_path])
+    try:
+        assert not left_there.index.has_reservations()
+    finally:
+        left_there.release(10)

@@ -13,7 +13,7 @@ from kvtier.bench.tiers import swings
 from kvtier.bench.tiers.class_store import BATCH, NOW, Access, ClassStore, name_of, new_block
 from kvtier.bench.tiers.swings import DEMANDS, SMALL, swing
 from kvtier.retention.terms import PRIORITY
-from kvtier.tiers.disk import eviction, gifts, relocation
+from kvtier.tiers.disk import drain, eviction, gifts, relocation
 from kvtier.tiers.disk.allocator import Promise, promises_in
 from kvtier.tiers.disk.bad_places import DAY_S
 from kvtier.tiers.disk.class_worth import worths_in
@@ -352,3 +352,20 @@ def test_a_search_goes_on_behind_the_rows_of_a_draining_segment(
     store.index._memory = here
     assert put(200) is Stored.STORED
     assert not store.resident(SMALL, old), "what became coldest is passed over"
+
+
+def test_segments_are_chosen_while_nobody_who_reads_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes tens of milliseconds where many blocks must stay; look-ups of the same process wait for one another."""
+    store, chosen = ClassStore(tmp_path / "index", 8, 64 * SLOT_ALIGN), list[bool]()
+    clear_slots = drain.clear_slots
+
+    def watched(*arguments: Any) -> int:
+        chosen.append(store.index._gate.locked())
+        return clear_slots(*arguments)
+
+    monkeypatch.setattr(drain, "clear_slots", watched)
+    store.run((1, number) for number in range(512))
+    kept = [name_of((1, number)) for number in range(0, 512, 16)]
+    store.transact(lambda txn: txn.retain(kept, Wall(NOW + 3600), None, NOW))
+    assert store.put((16, 0)) is Stored.STORED
+    assert chosen and not any(chosen)

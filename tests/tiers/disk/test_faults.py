@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import random
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,9 +21,13 @@ from kvtier.clock import SystemClock
 from kvtier.errors import TierError
 from kvtier.testing import chain_of, sample_namespace
 from kvtier.tiers.disk import quarantine, recovery, store, volumes
+from kvtier.tiers.disk.index import Index
+from kvtier.tiers.disk.records import SlotReservation
 from kvtier.tiers.disk.slab import SystemCalls
 from kvtier.tiers.disk.tier import DiskTier
+from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Miss, Stored
+from tests.support.waiting import until
 from tests.tiers.disk.support.store import BLOCK, FAR_S, get, opened, put
 from tests.tiers.disk.support.subprocesses import need, need_strace, run, works
 
@@ -310,3 +316,29 @@ async def test_an_injected_error_is_survived(tmp_path: Path, injection: str) -> 
 async def test_any_injected_error_is_survived(tmp_path: Path, injection: str) -> None:
     _inject(tmp_path, injection)
     await _inspect(tmp_path)
+
+
+async def test_a_store_that_goes_out_of_use_inside_a_transaction_is_not_taken_for_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sync fails on another thread. To look for damage all of the index would be read."""
+    reserve, rejoin, damaged = WriteTxn.reserve, recovery.rejoin, list[bool]()
+
+    async with opened(tmp_path / "g3") as tier:
+
+        def out_of_use(self: WriteTxn, *arguments: Any) -> SlotReservation | Stored:
+            monkeypatch.setattr(WriteTxn, "reserve", reserve)
+            tier._store.quarantine("a sync failed")
+            return self.reserve(*arguments)
+
+        def opened_anew(*arguments: Any, **keywords: Any) -> Index:
+            damaged.append(keywords["damaged"])
+            return rejoin(*arguments, **keywords)
+
+        monkeypatch.setattr(WriteTxn, "reserve", out_of_use)
+        monkeypatch.setattr(recovery, "rejoin", opened_anew)
+        with contextlib.suppress(TierError):
+            await put(tier, chain_of(NAMESPACE, 4))
+        await until(lambda: bool(damaged) and tier._store.index_in_use is not None, "it is opened anew")
+        assert damaged == [False]
+        assert await put(tier, chain_of(NAMESPACE, 4, 1)) == [Stored.STORED] * 4

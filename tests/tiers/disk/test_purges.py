@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,13 @@ import lmdb
 import pytest
 
 from kvtier.identity.keys import Scope, scope_of, tenant_of
+from kvtier.retention.marks import POSITIONS, is_refused, mark_below, refused
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tiers.disk import purge_log, purged, removals
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.purge_log import ALL, PurgeLog
 from kvtier.tiers.disk.purged import Purged
-from kvtier.tiers.disk.records import SCOPED_BYTES
+from kvtier.tiers.disk.records import PURGED_KEY, SCOPED_BYTES
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.protocol import Miss, Stored
 from kvtier.times import Wall
@@ -122,6 +125,49 @@ def test_a_full_log_covers_the_whole_store(tmp_path: Path, monkeypatch: pytest.M
     log.record(b"x" * 48, Wall(3))
     assert log.pending() == {ALL: 4.0}
     assert (tmp_path / "PURGES").stat().st_size == 5 * 64
+
+
+def test_a_purge_that_is_asked_for_twice_is_durable_when_either_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sync of the first call may not have ended yet; it is asked for again where it takes long."""
+    log, synced = PurgeLog(tmp_path / "PURGES"), list[int]()
+    log.prepare()
+    monkeypatch.setattr(os, "fsync", synced.append)
+    for number in range(1, 3):
+        log.record(b"x" * 48, Wall(3))
+        assert len(synced) == number
+
+
+async def test_what_the_purge_log_has_refused_is_remembered_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By that the next process knows what it owes the log: nothing else does."""
+    monkeypatch.setattr(purged, "TOMBSTONES_MAX", 16)
+    monkeypatch.setattr(purged, "FOLDED_PER_COMMIT_MAX", 4)
+    monkeypatch.setattr(removals, "SCAN_FIRST_S", 0.0)
+    monkeypatch.setattr(removals, "SCAN_EVERY_S", 0.0)
+    reads, rows = Counter[bytes](), Index.rows
+
+    def counted(self: Index, prefix: bytes) -> list[tuple[bytes, bytes]]:
+        reads[prefix] += 1
+        return rows(self, prefix)
+
+    async with opened(tmp_path / "g3", 64) as tier:
+        owed = [tenant_of(scope_of(f"owed {number}")) for number in range(20)]
+        for number, scope in enumerate(owed):
+            await tier.purge(scope, refused(Wall(POSITIONS + number)))
+        monkeypatch.setattr(Index, "rows", counted)
+        for _ in range(6):
+            await commit(tier)
+        assert reads[PURGED_KEY] <= 2, "they are read again with each transaction"
+        for number in range(20, 100):
+            await tier.purge(scope_of(str(number)), mark_below(number))
+        for _ in range(6):
+            await commit(tier)
+        left = await tier.tombstones()
+        assert set(owed) <= set(left) and all(is_refused(left[scope]) for scope in owed)
+        assert len(left) - len(owed) <= 16 + 4, "tombstones grow for ever"
 
 
 async def test_tombstones_are_bounded_and_what_they_covered_stays_dead(

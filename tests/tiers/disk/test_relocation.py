@@ -7,7 +7,7 @@ import contextlib
 import shutil
 import signal
 import threading
-from collections import Counter
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,15 +15,24 @@ from typing import Any
 
 import pytest
 
-from kvtier.bench.tiers.class_store import NOW, ClassStore, name_of
+from kvtier.bench.tiers.class_store import NOW, ClassStore, name_of, new_block
 from kvtier.errors import TierError
 from kvtier.identity.keys import BlockKey, scope_of_key
 from kvtier.testing import VirtualClock
 from kvtier.tiers.data_keys import DataKeys
 from kvtier.tiers.disk import eviction, guests, idle_work, quarantine, recovery, relocation
+from kvtier.tiers.disk.extents import Extent
 from kvtier.tiers.disk.guests import guests_in
-from kvtier.tiers.disk.records import SLOT_ALIGN, Entry, FreeSlot
-from kvtier.tiers.disk.relocation import Copied, Relocation, begin_relocations, copy_block, end_relocation, misplaced
+from kvtier.tiers.disk.records import SLOT_ALIGN, Entry, FreeSlot, SlotReservation
+from kvtier.tiers.disk.relocation import (
+    Copied,
+    Relocation,
+    Relocations,
+    begin_relocations,
+    copy_block,
+    end_relocation,
+    misplaced,
+)
 from kvtier.tiers.disk.slab import DRAFT, Slab
 from kvtier.tiers.disk.store import Store
 from kvtier.tiers.disk.tier import DiskTier
@@ -98,7 +107,8 @@ class Scene:
         """Nothing is reserved for good, and the index agrees with itself."""
         store = self.small._store
         await until(lambda: store.index_in_use is not None, "it is in use")
-        store.give_back(store.reserved.clear(), unused=True)
+        store.reserved.return_held()
+        store._writer.wake()
         await until(lambda: not store.index.has_reservations(), "a slot was leaked")
         self.small.check()
 
@@ -132,11 +142,12 @@ def entries_at_the_end(monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
     """Of blocks whose copies were published or given up, as that left them."""
     seen: list[Entry] = []
 
-    def end(txn: WriteTxn, one: Relocation, copied: Copied) -> None:
-        end_relocation(txn, one, copied)
+    def end(txn: WriteTxn, one: Relocation, copied: Copied) -> bool:
+        moved = end_relocation(txn, one, copied)
         entry = txn.find(one.name)
         assert entry is not None
         seen.append(entry)
+        return moved
 
     monkeypatch.setattr(idle_work, "end_relocation", end)
     return seen
@@ -163,11 +174,12 @@ async def test_a_guest_is_read_from_its_new_slot_and_the_old_one_is_used(
 
         def are_back() -> bool:
             with s._store.index.reading() as txn:
-                return not misplaced(txn) and not guests_in(txn)
+                return not misplaced(txn)[0] and not guests_in(txn)
 
         await until(are_back, "the last of them are copied")
         for one in here.copied:
             assert here.place_of(one.name) == (one.to.segment, one.to.slot)
+        await until(lambda: s.counters()["relocated_blocks"] == len(here.copied), "they are counted")
         assert await get(s, KEPT) == [True] * len(KEPT)
         assert True in await get(big, keys(LARGE, 4))
         until_then = await s.retained()
@@ -337,6 +349,112 @@ async def test_where_no_thread_can_be_started_guests_stay(tmp_path: Path, monkey
         assert await get(small, KEPT) == [True] * len(KEPT)
 
 
+async def test_closing_gives_back_the_slot_of_a_copy_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the process lives no other one takes it for a dead one's."""
+    begun, stops = threading.Event(), threading.Event()
+
+    def slow(slab: Slab, one: Relocation) -> Copied:
+        begun.set()
+        stops.wait(10)
+        time.sleep(0.3)  # while the rest is closed
+        return copy_block(slab, one)
+
+    clock, copy_block = VirtualClock(), idle_work.copy_block
+    monkeypatch.setattr(idle_work, "copy_block", slow)
+    stop = idle_work.IdleWork.stop
+    monkeypatch.setattr(idle_work.IdleWork, "stop", lambda self: (stop(self), stops.set()))
+    async with (
+        opened(tmp_path / "g3", CAPACITY // SMALL, block_bytes=SMALL, clock=clock) as small,
+        opened(tmp_path / "g3", CAPACITY // LARGE, block_bytes=LARGE, clock=clock) as large,
+    ):
+        await fill(small, FULL_SMALL)
+        await small.retain(KEPT, until=clock.wall() + 3600)
+        await asyncio.wait_for(put(large, keys(LARGE, 1)), 10)
+        await until(begun.is_set, "a copy is made")
+    assert nothing_is_reserved(tmp_path / "g3")
+
+
+def nothing_is_reserved(path: Path) -> bool:
+    store = Store.visit([path])
+    try:
+        return not store.index.has_reservations()
+    finally:
+        store.release(10)
+
+
+async def test_a_copy_that_is_begun_while_the_store_is_closed_gives_its_slot_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transaction that reserved it was under way then."""
+    clock, idle = VirtualClock(), list[idle_work.IdleWork]()
+    relocate = idle_work.IdleWork.relocate
+
+    def late(self: idle_work.IdleWork, some: Sequence[Relocation]) -> None:
+        if some:
+            idle.append(self)
+            self.stop()
+            small._store.io.stop()
+        relocate(self, some)
+
+    monkeypatch.setattr(idle_work.IdleWork, "relocate", late)
+    async with (
+        opened(tmp_path / "g3", CAPACITY // SMALL, block_bytes=SMALL, clock=clock) as small,
+        opened(tmp_path / "g3", CAPACITY // LARGE, block_bytes=LARGE, clock=clock) as large,
+    ):
+        await fill(small, FULL_SMALL)
+        await small.retain(KEPT, until=clock.wall() + 3600)
+        await asyncio.wait_for(put(large, keys(LARGE, 1)), 10)
+        await until(lambda: bool(idle), "copies are begun")
+        await until(lambda: not small._store.index.has_reservations(), "a slot was leaked")
+
+
+async def test_a_copy_whose_slot_was_taken_back_meanwhile_is_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store is opened anew between the look for a copy and its beginning, and another block has the slot."""
+    medium, clock, asked = BadMedium(), VirtualClock(), list[bool]()
+    moving = Store.moving
+
+    def opened_anew_before(self: Store) -> contextlib.AbstractContextManager[None]:
+        if self.idle._relocations and threading.current_thread().name.startswith("kvtier-g3-io") and not asked:
+            asked.append(True)
+            self.quarantine("for the test")
+            deadline = threading.Event()
+            while self.index_in_use is None:
+                deadline.wait(0.005)
+            self.submit(lambda txn: txn.reclaim()).future.result(10)
+            taken = self.submit(lambda txn: txn.reserve_slots(1, 64)).future.result(10)
+            for one in taken:
+                self.slab.write(one.segment, one.offset, [memoryview(b"U" * SMALL)])
+            written.extend(taken)
+        return moving(self)
+
+    def relocate_next(self: idle_work.IdleWork) -> None:
+        begin(self)
+        over.append(bool(written))
+
+    written, over = list[SlotReservation](), list[bool]()
+    begin = idle_work.IdleWork._relocate_next
+    monkeypatch.setattr(idle_work.IdleWork, "_relocate_next", relocate_next)
+    monkeypatch.setattr(Store, "moving", opened_anew_before)
+    async with (
+        opened(tmp_path / "g3", CAPACITY // SMALL, block_bytes=SMALL, clock=clock, calls=medium) as small,
+        opened(tmp_path / "g3", CAPACITY // LARGE, block_bytes=LARGE, clock=clock, calls=medium) as large,
+    ):
+        here, store = Scene(small, large, medium, tmp_path / "g3"), small._store
+        await fill(small, FULL_SMALL)
+        assert all(await small.retain(KEPT, until=clock.wall() + 3600))
+        with contextlib.suppress(TierError):
+            await put(large, keys(LARGE, 1))
+        await until(lambda: True in over, "the slots are another's now")
+        for one in written:
+            raw = bytearray(SMALL)
+            store.slab.read(one.segment, one.offset, [memoryview(raw)])
+            assert raw == b"U" * SMALL, "written over"
+        store.give_back(written)
+        await here.settled()
+
+
 async def test_closing_gives_back_what_was_to_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle_work.IdleWork, "wake", lambda self: None)  # the disk is never idle
     clock = VirtualClock()
@@ -346,7 +464,7 @@ async def test_closing_gives_back_what_was_to_be_copied(tmp_path: Path, monkeypa
     ):
         await fill(small, FULL_SMALL)
         await small.retain(KEPT, until=clock.wall() + 3600)
-        idle = small._store._idle
+        idle = small._store.idle
         putting = asyncio.ensure_future(put(large, keys(LARGE, 1)))
         await until(lambda: bool(idle._relocations), "copies are to be made")
         await asyncio.wait_for(putting, 10)  # it waits for them, but not long
@@ -459,7 +577,7 @@ def test_two_processes_that_copy_one_block_leave_it_in_one_slot(
     for number in range(4):
         store.put((64, number))
     with store.index.reading() as txn:
-        assert misplaced(txn) == {1}
+        assert {place.units for _segment, place in misplaced(txn)[0]} == {1}
     begun = [store.transact(lambda txn: begin_relocations(txn, kept, NOW), drain=False) for _ in range(2)]
     pairs = [(one, other) for one in begun[0] for other in begun[1] if one.name == other.name]
     assert pairs
@@ -481,7 +599,7 @@ def test_two_processes_that_copy_one_block_leave_it_in_one_slot(
 def test_a_spent_budget_copies_nothing(tmp_path: Path) -> None:
     store, kept = guests_of_two(tmp_path / "index")
     with store.index.reading() as txn:
-        assert not misplaced(txn)
+        assert misplaced(txn) == ([], None)
 
     def spent(txn: WriteTxn) -> None:
         txn.budget.allows = lambda size: False  # type: ignore[method-assign]
@@ -510,27 +628,43 @@ def test_a_copy_pushes_out_nothing_that_is_worth_more(tmp_path: Path) -> None:
     assert not store.index.demand.waits
 
 
-def test_a_look_for_guests_reads_a_bounded_number_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = ClassStore(tmp_path / "index", 2, 4096 * SLOT_ALIGN)
+def test_looks_for_guests_come_to_all_of_them_in_short_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that lie well may be many, and the first ones."""
+    store = ClassStore(tmp_path / "index", 2, 8192 * SLOT_ALIGN)
 
     def add(txn: WriteTxn) -> None:
-        for number in range(4000):
-            txn.segments.guests.add(FreeSlot(1, 0, number))
+        for number in range(700):
+            txn.segments.guests.add(FreeSlot(8, 0, number))
+        for number in range(1000, 3000):
+            txn.segments.guests.add(FreeSlot(1, 0, 5000 + number))
 
     store.put((8, 0))
     store.transact(add, drain=False)
-    seen = Counter[str]()
-    rows = guests.rows
+    monkeypatch.setattr(relocation, "GUESTS_PER_STEP", 256)
+    monkeypatch.setattr(relocation, "PLACES_MAX", 512)
+    reads, rows = list[int](), guests.rows
 
     def counted(txn: Any, prefix: bytes, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        reads.append(0)
         for row in rows(txn, prefix, start):
-            seen["rows"] += 1
+            reads[-1] += 1
             yield row
 
     monkeypatch.setattr(guests, "rows", counted)
-    with store.index.reading() as txn:
-        assert misplaced(txn) == {1}
-    assert 1000 < seen["rows"] < 1100
+    relocations, found = Relocations(), set[tuple[int, Extent]]()
+    for _ in range(6):
+        relocations.look_soon()
+        while not relocations.known:
+            relocations.step(store.index, NOW)
+        while relocations._looks:
+            relocations.step(store.index, NOW)
+        places = relocations._places[1]
+        assert len(places) <= 512 + 256
+        found |= places
+        while relocations.known:  # none of them has a block
+            assert relocations.step(store.index, NOW) is None
+    assert {place.first for _segment, place in found} == set(range(6000, 8000))
+    assert max(reads) == 256
 
 
 def test_a_search_for_a_victim_does_not_begin_anew_where_a_retained_block_moved(
@@ -558,4 +692,37 @@ def test_a_search_for_a_victim_does_not_begin_anew_where_a_retained_block_moved(
     store.transact(lambda txn: txn.release_retained(kept), drain=False)
     store.run((1, number) for number in range(2000, 2512))
     assert store.resident(1, range(256)) == 0, "it may leave once it is retained no more"
+    store.index.check()
+
+
+def test_guests_take_no_segment_that_the_larger_size_could_have(tmp_path: Path) -> None:
+    """Else a put that needs all there is but for their slots waits for ever: it holds nothing between two tries, so the
+    segment that is free meanwhile becomes the guests', and theirs is emptied for it again."""
+    store = ClassStore(tmp_path / "index", 4, 16 * SLOT_ALIGN)
+    for number in range(3):
+        assert store.put((3, number)) is Stored.STORED
+    kept = [name_of((3, number)) for number in range(3)]
+    store.transact(lambda txn: txn.retain(kept, Wall(NOW + 3600), None, NOW))
+
+    def put(txn: WriteTxn) -> list[Stored]:
+        slots = [txn.reserve(new_block((5, number)), NOW) for number in range(10)]
+        waits = txn.order.cut_short or store.drain.serves(store.index, 5)
+        if Stored.FULL in slots and waits:
+            for slot in slots:
+                if isinstance(slot, SlotReservation):
+                    txn.release(slot, refund=True)
+            return []
+        return [
+            txn.publish(slot, new_block((5, number)), NOW) if isinstance(slot, SlotReservation) else slot
+            for number, slot in enumerate(slots)
+        ]
+
+    found: list[Stored] = []
+    for _ in range(200):
+        if found := store.transact(put):
+            break
+        for _ in range(12):  # copies are made before it tries again
+            store.transact(lambda txn: None)
+    assert found == [Stored.STORED] * 10
+    assert store.resident(3, range(3)) == 3
     store.index.check()
