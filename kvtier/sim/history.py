@@ -250,8 +250,8 @@ def _args(verb: str, rng: random.Random, tiers: Sequence[str], *, real: bool) ->
 
 
 def _ending(verb: str, rng: random.Random, *, real: bool) -> Iterator[tuple[str, Any]]:
-    """Of a process, for how long; `again`: of the next one, too. The machine may lose its power, and G3 may have another
-    capacity from then on."""
+    """The end of a process, for how long; `again`: that of the next one, too. The machine may lose its power, and G3
+    may have another capacity from then on."""
     yield "down", rng.choice((0.0, 0.5, 3.0))
     if verb == "kill" and rng.random() < 0.3:
         yield "again", rng.choice((0.0, 0.001, 0.02))
