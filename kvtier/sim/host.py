@@ -70,7 +70,7 @@ class Host:
         self.neighbour: Neighbour | None = None
         self._offers = Offers()
         self._kernel = kernel
-        self._capacity = self._bound = 0
+        self._capacity = self._bound = self._largest = 0
         if kernel is not None and folder is not None:
             self.drive = Drive(folder, kernel.threads, random.Random(rng.getrandbits(32)))
             kernel.add(self.drive)
@@ -90,7 +90,7 @@ class Host:
         if config.tiers.g3 is not None and self.drive is not None:
             slot_bytes = slot_class(namespace.block_bytes) * SLOT_ALIGN
             self._capacity = capacity = (self.disk_blocks or BLOCKS_MAX) * slot_bytes
-            self._bound = max(capacity, self._bound)
+            self._bound, self._largest = max(capacity, self._bound), max(capacity, self._largest)
             self.neighbour = Neighbour(self.drive, capacity, clock, self._offers)
             self.real = RealDisk(self.drive, capacity, namespace, clock, config.retention.quota or 0.0)
             tiers.append(self.real)
@@ -144,6 +144,7 @@ class Host:
         """Its process was killed by that. The model of a disk loses nothing."""
         if self.drive is not None:
             self.drive.lose_power()
+            self._bound = self._largest  # a file that was cut may have its length again, until G3 is opened
 
     def break_disk(self, args: Mapping[str, Any]) -> None:
         """The disk fails from now on, in one way."""
