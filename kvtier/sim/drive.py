@@ -28,10 +28,11 @@ HEAD = 512
 DEVICE_S = (0.0, 0.0, 0.0002, 0.001, 0.02)
 """How long a call takes."""
 SLOW_S = 0.1
-KINDS = ("error", "error", "slow", "hang", "full", "drop", "bad", "bad", "bad")
+KINDS = ("error", "error", "error", "slow", "hang", "full", "drop", "bad", "bad", "bad")
 """As often as they are drawn. `drop`: writes are answered and not made; `bad`: some pages are, until they are written
-to."""
-VERBS = ("read", "write", "sync", "commit", "*")
+to. A failed sync loses of what was written before it: some at once, some with the power, some not; the next one is
+answered, and saves none of it."""
+VERBS = ("read", "write", "sync", "sync", "sync", "commit", "*")
 
 
 @dataclass
@@ -62,6 +63,32 @@ class Content:
     loose: list[_Change] = field(default_factory=list)
     bad: set[int] = field(default_factory=set)
     """Pages that cannot be read or written."""
+    worn: set[int] = field(default_factory=set)
+    """Pages that can be written, and never read."""
+    harmed: set[int] = field(default_factory=set)
+    """Sectors that the device has damaged, or said to have written and has not."""
+
+    def harm(self, span: range) -> None:
+        """The device breaks its word about these bytes."""
+        self.harmed.update(_sectors(span))
+
+    def is_harmed(self, span: range) -> bool:
+        """Whether it did about one of these."""
+        return bool(self.harmed) and not self.harmed.isdisjoint(_sectors(span))
+
+    def holds(self, data: bytes, offset: int) -> bool:
+        """Whether these bytes are durable there, or the device is to blame that they are not."""
+        span = range(offset, offset + len(data))
+        return self.certain[offset : span.stop] == data or self.is_harmed(span)
+
+    def seen(self, offset: int, size: int) -> bytes:
+        """What a process finds there: what is certain, and what was written over it."""
+        data = bytearray(self.certain[offset : offset + size].ljust(size, b"\0"))
+        for change in self.loose:
+            start, end = max(offset, change.offset), min(offset + size, change.offset + len(change.data))
+            if start < end:
+                data[start - offset : end - offset] = change.data[start - change.offset : end - change.offset]
+        return bytes(data)
 
     def settle(self, changes: Sequence[_Change]) -> None:
         """These are certain now: what was lost before them in the same place does not come back."""
@@ -93,6 +120,14 @@ class Content:
         return bytes(self.certain)
 
 
+def _pages(span: range) -> range:
+    return range(span.start // PAGE, -(-span.stop // PAGE))
+
+
+def _sectors(span: range) -> range:
+    return range(span.start // SECTOR, -(-span.stop // SECTOR))
+
+
 def _outside(old: _Change, new: _Change) -> list[_Change]:
     """What a later change that is certain leaves of an earlier one that was lost."""
     if old.size is not None or new.size is not None:
@@ -120,8 +155,8 @@ class Drive:
     def __init__(self, folder: Path, threads: Threads, rng: random.Random) -> None:
         self.folder = folder
         self.faults: list[DriveFault] = []
-        self.honest = True
-        """Whether all that was made durable can be read, and is what was written."""
+        self.bad_reads = 0
+        """Reads that failed, or gave bytes that it has damaged."""
         self.threads = threads
         self._rng = rng
         self._contents: dict[int, Content] = {}  # by inode
@@ -142,11 +177,19 @@ class Drive:
         """No page is bad any more."""
         for content in self._contents.values():
             content.bad.clear()
+            content.worn.clear()
+
+    def wear_out(self, block: bytes) -> bool:
+        """The page on which these bytes lie can be written from now on, and never read. Whether there is one."""
+        for _, content in self._slabs():
+            for start in range(0, len(content.certain), PAGE):
+                if content.certain[start : start + len(block)] == block:
+                    content.worn.add(start // PAGE)
+                    return True
+        return False
 
     def break_(self, fault: DriveFault) -> None:
         """From now on, until `heal` or another fault."""
-        if fault.kind in ("bad", "drop") or (fault.kind == "error" and fault.verb in ("read", "*")):
-            self.honest = False
         self.faults = [] if fault.kind == "bad" else [fault]
         if fault.kind == "bad":
             for _, content in self._slabs():
@@ -158,7 +201,6 @@ class Drive:
 
     def damage(self) -> None:
         """In a segment a bit flips in half of the blocks."""
-        self.honest = False
         slabs = [(path, content) for path, content in self._slabs() if path.exists()]
         if not slabs:
             return
@@ -168,6 +210,7 @@ class Drive:
             if self._rng.random() < 0.5:
                 offset, bit = start + self._rng.randrange(HEAD), 1 << self._rng.randrange(8)
                 data[offset] ^= bit
+                content.harm(range(offset, offset + 1))
                 if offset < len(content.certain):
                     content.certain[offset] ^= bit
         with path.open("r+b") as file:  # the file that processes have open
@@ -213,6 +256,14 @@ class Drive:
         """The names in a folder are durable."""
         self._new.pop(folder, None)
 
+    def content_of(self, path: Path) -> Content:
+        """Of a file that is there, or was until somebody removed it."""
+        if path.exists():
+            inode = path.stat().st_ino
+            self.opened(path, inode, made=False)
+            return self._contents[inode]
+        return Content()
+
     def content(self, inode: int) -> Content:
         """Of an open file."""
         return self._contents[inode]
@@ -234,16 +285,18 @@ class Drive:
             here.wait()
             fault = self._drawn(verb)
         if content is not None and content.bad:
-            bad = content.bad.intersection(range(span.start // PAGE, -(-span.stop // PAGE)))
+            bad = content.bad.intersection(_pages(span))
             if verb == "write" and self._rng.random() < 0.5:
                 content.bad -= bad  # the device writes to spare ones
             elif bad:
+                self.bad_reads += verb == "read"
                 raise OSError(errno.EIO, "a bad page")
         if fault is None or fault.kind == "slow":
             return ""
         if fault.kind == "error":
             if verb in ("write", "sync", "commit") and self._rng.random() < 0.5:
                 return "torn"
+            self.bad_reads += verb == "read"
             raise OSError(errno.EIO, "injected")
         if fault.kind == "full":
             if verb in ("grow", "commit"):
@@ -262,39 +315,57 @@ class Drive:
         """Whether the volume has no space."""
         return any(fault.kind == "full" for fault in self.faults)
 
+    def has_read(self, content: Content, span: range) -> None:
+        """A call gives these bytes. Raises OSError."""
+        if not content.worn.isdisjoint(_pages(span)):
+            self.bad_reads += 1
+            raise OSError(errno.EIO, "a worn page")
+        self.bad_reads += content.is_harmed(span)
+
     def write(self, fd: int, content: Content, data: bytes, offset: int, how: str = "") -> None:
-        """Into the file as processes see it. `how`: "torn": some sectors of it."""
+        """Into the file as processes see it. `how`: "torn": some sectors of it; "drop": nothing."""
+        if how == "drop":
+            content.harm(range(offset, offset + len(data)))
+            return
         for start in range(0, len(data), SECTOR) if how == "torn" else [0]:
             piece = data[start : start + SECTOR] if how == "torn" else data
             if how == "torn" and self._rng.random() < 0.5:
                 continue
             os.pwrite(fd, piece, offset + start)
             content.loose.append(_Change(offset + start, piece))
+            content.harmed.difference_update(_sectors(range(offset + start, offset + start + len(piece))))
 
     def resized(self, content: Content, size: int) -> None:
         """The file has another length."""
         content.loose.append(_Change(size=size))
 
-    def sync(self, content: Content) -> None:
-        """Make certain what was written before. Raises OSError; then it is not known what was lost, and no later sync
-        makes it certain."""
+    def sync(self, fd: int, content: Content) -> None:
+        """Make certain what was written before. Raises OSError, once for what that lost; no later sync saves it."""
         begun = list(content.loose)
         try:
             how = self.move("sync")
         except OSError:
-            _lose(begun)
+            self._lose(fd, content, begun)
             raise
         if how == "torn":
             content.settle([change for change in begun if self._rng.random() < 0.5])
-            _lose(begun)
+            self._lose(fd, content, begun)
             raise OSError(errno.EIO, "injected")
         content.settle(begun)
+
+    def _lose(self, fd: int, content: Content, changes: Sequence[_Change]) -> None:
+        """These never become certain. Some are gone at once: memory keeps no page for long that counts as written."""
+        gone = [change for change in changes if change.size is None and self._rng.random() < 0.5]
+        for change in changes:
+            change.lost = True
+        ids = set(map(id, gone))
+        gone = [change for change in content.loose if id(change) in ids]
+        content.loose = [change for change in content.loose if id(change) not in ids]
+        for change in gone:
+            size = min(len(change.data), os.fstat(fd).st_size - change.offset)
+            if size > 0:
+                os.pwrite(fd, content.seen(change.offset, size), change.offset)
 
     def killed_inside(self, fd: int, content: Content, data: bytes, offset: int) -> None:
         """A process ended within a write: a part of it is made."""
         self.write(fd, content, data, offset, self._rng.choice(("torn", "")))
-
-
-def _lose(changes: Sequence[_Change]) -> None:
-    for change in changes:
-        change.lost = True

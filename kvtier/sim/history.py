@@ -19,6 +19,8 @@ from kvtier.sim.link import LinkFaults
 MODES = ("safety", "liveness", "engines")
 STEPS = 40
 HOSTS_MAX = 8
+DISK_BLOCKS = (0, 24, 64)
+"""G3's capacity; 0: no bound."""
 _VERBS: Mapping[str, int] = {
     "put": 22, "get": 22, "request": 14, "match": 4, "prewarm": 3, "flush": 4, "evict": 4, "purge": 3, "pin": 3,
     "unpin": 2, "bucket": 5, "disk": 5, "heal": 3, "land": 2, "damage": 2, "jump": 1, "leap": 1, "kill": 3, "stop": 2,
@@ -33,7 +35,7 @@ _DISK_FAULTS = ("error", "crash", "slow", "linger", "drop", "hang")
 _DISK_VERBS = ("read", "write", "lookup", "retain", "purge", "tombstones", "evict", "flush", "write_note", "*")
 _DAY_S = 86_400.0
 _TIERS: Sequence[tuple[str, ...]] = (("g3", "g4"), ("g3", "g4"), ("g4",), ("g3",), ("g3", "g4"), ())
-_REAL_VERBS = {**_VERBS, "put": 26, "disk": 7, "damage": 3, "kill": 5, "beside": 14}
+_REAL_VERBS = {**_VERBS, "put": 26, "disk": 9, "damage": 3, "kill": 5, "beside": 14}
 """Where G3 is the real one."""
 
 
@@ -95,6 +97,12 @@ class History:
     engine: EngineShape | None = None
     disk: Literal["model", "real"] = "model"
 
+    @property
+    def spread_s(self) -> float:
+        """How far the machines' clocks are apart at most, in all of it."""
+        known = [0.0, *self.skews, *(step.args["ahead"] for step in self.steps if step.verb == "jump")]
+        return float(max(known) - min(known))
+
     def only(self, steps: Sequence[int]) -> History:
         """The same with these of its steps, by number."""
         return replace(self, steps=tuple(self.steps[number] for number in steps))
@@ -114,6 +122,10 @@ class History:
         known = _ENGINE_VERBS.keys() | _REAL_VERBS.keys()
         if history.mode not in MODES or not 1 <= len(history.skews) <= HOSTS_MAX or not verbs <= known:
             raise InvalidRequest("not a history of `kvtier sim`: its mode, its machines or a verb do not exist")
+        if (history.mode == "engines") != (history.engine is not None):
+            raise InvalidRequest("not a history of `kvtier sim`: mode engines, and no other one, has an engine")
+        if history.engine is None and (alien := sorted(verbs.intersection(ENGINE_VERBS))):
+            raise InvalidRequest(f"not a history of `kvtier sim`: nothing does {', '.join(alien)} without an engine")
         return history
 
 
@@ -137,7 +149,7 @@ def make_history(
         skews=skews,
         tiers=tiers,
         slots=rng.choice((16, 24, 40)),
-        disk_blocks=rng.choice((0, 24, 64)),
+        disk_blocks=rng.choice(DISK_BLOCKS),
         stride=rng.choice((1, 2, 4)),
         purge=rng.choice(("strict", "available")) if "g4" in tiers else "available",
         policy=rng.choice(("auto", "lru", "gapduel")),
@@ -188,7 +200,8 @@ def _args(verb: str, rng: random.Random, tiers: Sequence[str], *, real: bool) ->
     if verb == "beside":
         yield "prompt", rng.randrange(6)
         yield "blocks", rng.randint(1, 4)
-        yield "put", rng.random() < 0.7
+        yield "does", rng.choice(("put", "put", "put", "get", "get", "purge", "late", "late"))
+        yield "waits", rng.choice((0.0, 0.0, 0.01, 1.0))
     if verb in ("put", "get"):
         yield "start", rng.choice((0, 0, 0, 1, 3))
     if verb in ("put", "get", "request", "match", "prewarm"):
@@ -233,11 +246,19 @@ def _args(verb: str, rng: random.Random, tiers: Sequence[str], *, real: bool) ->
     elif verb == "leap":
         yield "seconds", rng.choice((5.0, 70.0, 700.0))
     elif verb in ("kill", "stop"):
-        yield "down", rng.choice((0.0, 0.5, 3.0))
-        if verb == "kill" and rng.random() < 0.3:
-            yield "again", rng.choice((0.0, 0.001, 0.02))
-        if verb == "kill" and real:
-            yield "power", rng.random() < 0.5
+        yield from _ending(verb, rng, real=real)
+
+
+def _ending(verb: str, rng: random.Random, *, real: bool) -> Iterator[tuple[str, Any]]:
+    """The end of a process, for how long; `again`: that of the next one, too. The machine may lose its power, and G3
+    may have another capacity from then on."""
+    yield "down", rng.choice((0.0, 0.5, 3.0))
+    if verb == "kill" and rng.random() < 0.3:
+        yield "again", rng.choice((0.0, 0.001, 0.02))
+    if verb == "kill" and real:
+        yield "power", rng.random() < 0.5
+    if real and rng.random() < 0.3:
+        yield "disk_blocks", rng.choice(DISK_BLOCKS)
 
 
 def _asked(rng: random.Random) -> Iterator[tuple[str, Any]]:

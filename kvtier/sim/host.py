@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvtier.cache import AsyncCache
-from kvtier.clock import Clock
 from kvtier.config import Config
-from kvtier.identity.keys import BlockKey
 from kvtier.identity.namespace import Namespace
 from kvtier.retention.trusted_clock import TrustedClock
 from kvtier.sim.drive import Drive, DriveFault
 from kvtier.sim.kernel import Kernel
+from kvtier.sim.ledger import Wrong
 from kvtier.sim.link import Link, LinkFaults
-from kvtier.sim.neighbour import Neighbour
+from kvtier.sim.neighbour import Neighbour, Offers
+from kvtier.sim.real_disk import RealDisk
 from kvtier.testing.clock import SkewedClock
 from kvtier.testing.faults import Fault, FaultyTier
 from kvtier.testing.memory import MemoryStore, MemoryTier
 from kvtier.testing.virtual_bucket import VirtualServer
 from kvtier.tiers.disk.records import SLOT_ALIGN, slot_class
-from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.objects.tier import ObjectTier
-from kvtier.tiers.protocol import Loaded, Miss, Target, Tier
-from kvtier.times import Mono
+from kvtier.tiers.protocol import Tier
 
 BLOCKS_MAX = 256
 """Of a real disk where the history says that there is no bound."""
@@ -52,38 +50,27 @@ class _Disk(FaultyTier):
         self._hanging.clear()
 
 
-class _RealDisk(DiskTier):
-    """G3 on a drive. What it made durable is damaged by nothing but the drive: a block that fails its check while the
-    drive has done no such thing is an error of the simulation."""
-
-    def __init__(self, drive: Drive, capacity: int, namespace: Namespace, clock: Clock, quota: float) -> None:
-        super().__init__([drive.folder / "g3"], capacity, namespace, clock=clock, quota=quota)
-        self._drive = drive
-
-    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
-        results = await super().read(chain, targets, deadline)
-        if Miss.CORRUPT in results and self._drive.honest:
-            self._drive.threads.loop.errors.append("a block on a drive that damaged nothing fails its check")
-        return results
-
-
 class Host:
     """`process` runs on it, 0: none. `cache`: its cache, None while it starts or is down. With a kernel and a folder G3
     is the real one, on a drive of the machine's."""
 
     def __init__(
         self, number: int, clock: SkewedClock, server: VirtualServer, rng: random.Random, kernel: Kernel | None = None,
-        folder: Path | None = None,
+        folder: Path | None = None, disk_blocks: int = 0,
     ) -> None:  # fmt: skip
         self.number = number
+        self.disk_blocks = disk_blocks
+        """G3's capacity from the next process on; 0: no bound."""
         self.clock = clock
         self.process = 0
         self.cache: AsyncCache | None = None
         self.disk = MemoryStore.empty()
         self.drive: Drive | None = None
+        self.real: RealDisk | None = None
         self.neighbour: Neighbour | None = None
+        self._offers = Offers()
         self._kernel = kernel
-        self._capacity = 0
+        self._capacity = self._bound = self._largest = 0
         if kernel is not None and folder is not None:
             self.drive = Drive(folder, kernel.threads, random.Random(rng.getrandbits(32)))
             kernel.add(self.drive)
@@ -95,21 +82,20 @@ class Host:
         self._memory: MemoryTier | None = None
         self._disk: _Disk | None = None
 
-    def boot(
-        self, process: int, config: Config, namespace: Namespace, disk_blocks: int, heard: Callable[[str], None]
-    ) -> AsyncCache:
+    def boot(self, process: int, config: Config, namespace: Namespace, heard: Callable[[str], None]) -> AsyncCache:
         """A closed cache over what the machine's stores hold. No other process runs."""
         self.process = process
         clock = TrustedClock(self.clock)
         tiers: list[Tier] = []
         if config.tiers.g3 is not None and self.drive is not None:
             slot_bytes = slot_class(namespace.block_bytes) * SLOT_ALIGN
-            self._capacity = (disk_blocks or BLOCKS_MAX) * slot_bytes
-            quota = config.retention.quota or 0.0
-            self.neighbour = Neighbour(self.drive.folder / "g3", self._capacity, clock)
-            tiers.append(_RealDisk(self.drive, self._capacity, namespace, clock, quota))
+            self._capacity = capacity = (self.disk_blocks or BLOCKS_MAX) * slot_bytes
+            self._bound, self._largest = max(capacity, self._bound), max(capacity, self._largest)
+            self.neighbour = Neighbour(self.drive, capacity, clock, self._offers)
+            self.real = RealDisk(self.drive, capacity, namespace, clock, config.retention.quota or 0.0)
+            tiers.append(self.real)
         elif config.tiers.g3 is not None:
-            self._memory = MemoryTier(namespace, clock, store=self.disk, capacity_blocks=disk_blocks)
+            self._memory = MemoryTier(namespace, clock, store=self.disk, capacity_blocks=self.disk_blocks)
             self._disk = _Disk(self._memory, seed=self._rng.getrandbits(32))
             self._disk.faults = self.faults
             tiers.append(self._disk)
@@ -133,14 +119,32 @@ class Host:
         if self._kernel is not None and self.drive is not None:
             self._kernel.kill(self.process, self.drive)
 
-    def disk_is_within_bounds(self) -> bool:
-        """Whether the files of G3, those of a process that was killed included, are no larger than its capacity."""
-        return self.drive is None or self.drive.slab_bytes() <= self._capacity
+    def check_disk(self) -> None:
+        """Raises Wrong where the files of G3, those of a process that was killed included, are larger than its capacity
+        and any earlier one that they have had since."""
+        size = self.disk_bytes()
+        if size > self._bound:
+            raise Wrong(f"the files of G3 on host {self.number} are larger than its capacity")
+        if size <= self._capacity:
+            self._bound = self._capacity
+
+    def disk_excess(self) -> int:
+        """Bytes of these files beyond the capacity, which a store has while it shrinks."""
+        return max(0, self.disk_bytes() - self._capacity)
+
+    def disk_bytes(self) -> int:
+        """Of a real G3's files."""
+        return self.drive.slab_bytes() if self.drive is not None else 0
+
+    def disk_reserved(self) -> int:
+        """`RealDisk.reserved`, 0 where there is none."""
+        return self.real.reserved() if self.real is not None else 0
 
     def lose_power(self) -> None:
         """Its process was killed by that. The model of a disk loses nothing."""
         if self.drive is not None:
             self.drive.lose_power()
+            self._bound = self._largest  # a file that was cut may have its length again, until G3 is opened
 
     def break_disk(self, args: Mapping[str, Any]) -> None:
         """The disk fails from now on, in one way."""

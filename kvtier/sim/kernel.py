@@ -127,7 +127,9 @@ class Kernel:
         """The bytes come at the end."""
         if (file := self._files.get(fd)) is None:
             return os.preadv(fd, buffers, offset)
-        file.drive.move("read", file.content, range(offset, offset + sum(map(len, buffers))))
+        span = range(offset, offset + sum(map(len, buffers)))
+        file.drive.move("read", file.content, span)
+        file.drive.has_read(file.content, span)
         return os.preadv(fd, buffers, offset)
 
     def pread(self, fd: int, size: int, offset: int) -> bytes:
@@ -146,9 +148,7 @@ class Kernel:
             file.drive.killed_inside(fd, file.content, b"".join(buffers), offset)
             raise
         data = b"".join(buffers)
-        if how == "drop":
-            return size
-        if how != "torn" and size > 4096 and self.rng.random() < SHORT_RATE:
+        if not how and size > 4096 and self.rng.random() < SHORT_RATE:
             data = data[: 4096 * self.rng.randrange(1, -(-size // 4096))]
         file.drive.write(fd, file.content, data, offset, how)
         if how == "torn":
@@ -170,7 +170,7 @@ class Kernel:
             file.drive.move("sync")
             file.drive.names_synced(file.path)
         else:
-            file.drive.sync(file.content)
+            file.drive.sync(fd, file.content)
 
     fdatasync = fsync
 

@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
+from kvtier.times import Mono, Wall
+
 T = TypeVar("T")
 
 OUTSIDE = 0
@@ -40,6 +42,22 @@ def process_now() -> int:
 
 class Stuck(AssertionError):
     """Nothing is left to happen, or too much happens, and the simulation has not ended."""
+
+
+class LoopClock:
+    """The time that all clocks are skewed from."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+
+    def wall(self) -> Wall:
+        return Wall(1_800_000_000.0 + self._loop.time())
+
+    def monotonic(self) -> Mono:
+        return Mono(self._loop.time())
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
 
 
 class _Numbered:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import logging
 import os
 import tempfile
@@ -12,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -91,14 +93,15 @@ def _disks(history: History) -> Iterator[tuple[VirtualLoop, Kernel | None, Path]
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Nothing depends on the machine: no garbage is collected at its own time, and work is not cut by the CPU time it
-    took. Errors that are injected are not logged."""
+    """Nothing depends on the machine: no garbage is collected at its own time, and work is cut by how often it asks for
+    its CPU time, or never, and not by what it took. Errors that are injected are not logged."""
     log = logging.getLogger("kvtier")
     level, collecting = log.level, gc.isenabled()
     gc.disable()
     log.setLevel(logging.CRITICAL + 1)
     try:
         with (
+            mock.patch("time.thread_time_ns", partial(next, itertools.count(0, 1000))),
             mock.patch("kvtier.tiers.host.tier.SLICE_NS", 1 << 62),
             mock.patch("kvtier.manager.turns.TURN_NS", -1),
             mock.patch("kvtier.manager.hierarchy.TURN_NS", -1),

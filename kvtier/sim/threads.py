@@ -30,6 +30,12 @@ class Killed(BaseException):
     """The process of this line has ended."""
 
 
+def _closed() -> threading.Lock:
+    """A lock that one thread waits for and another one releases: half as dear as a semaphore."""
+    (lock := threading.Lock()).acquire()
+    return lock
+
+
 class _Real(threading.Thread):
     """A thread that runs one `Thread` after another."""
 
@@ -37,7 +43,7 @@ class _Real(threading.Thread):
 
     def __init__(self) -> None:
         super().__init__(name="kvtier-sim", daemon=True)
-        self.turn = threading.Semaphore(0)
+        self.turn = _closed()
         self.work: Callable[[], None] = lambda: None
         self.start()
 
@@ -141,7 +147,7 @@ class Threads:
 
     def __init__(self, loop: VirtualLoop, seed: int) -> None:
         self.loop = loop
-        self.back = threading.Semaphore(0)
+        self.back = _closed()
         self.dead: set[int] = set()
         self._rng = random.Random(seed)
         self._here: Thread | None = None

@@ -27,33 +27,16 @@ from kvtier.sim.history import ENGINE_VERBS, History, Step
 from kvtier.sim.host import Host
 from kvtier.sim.kernel import Kernel
 from kvtier.sim.ledger import Ledger, Wrong, bytes_of
-from kvtier.sim.loop import OUTSIDE, VirtualLoop
+from kvtier.sim.loop import OUTSIDE, LoopClock, VirtualLoop
 from kvtier.sim.prompts import NAMESPACE, SHORT, chain_of_step, fresh_chain
 from kvtier.testing.clock import SkewedClock
 from kvtier.testing.virtual_bucket import VirtualServer
-from kvtier.times import Mono, Wall
 
 QUIET_S = 10.0
 LONGEST_S = 320.0
 """No call takes longer."""
 HEALED_S = 90.0
 """After so long in good link_faults everything works again."""
-
-
-class _Clock:
-    """The time that all clocks are skewed from."""
-
-    def __init__(self, loop: VirtualLoop) -> None:
-        self._loop = loop
-
-    def wall(self) -> Wall:
-        return Wall(1_800_000_000.0 + self._loop.time())
-
-    def monotonic(self) -> Mono:
-        return Mono(self._loop.time())
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
 
 
 class World:
@@ -66,12 +49,12 @@ class World:
         self.history = history
         self._loop = loop
         self._rng = random.Random(f"world {history.seed}")
-        clock = _Clock(loop)
+        clock = LoopClock(loop)
         self.server = VirtualServer(clock=clock)
         self.hosts = [
             Host(
                 number, SkewedClock(clock, ahead_s), self.server, random.Random(self._rng.getrandbits(32)), kernel,
-                folder / f"host{number}",
+                folder / f"host{number}", history.disk_blocks,
             )
             for number, ahead_s in enumerate(history.skews)
         ]  # fmt: skip
@@ -81,7 +64,7 @@ class World:
         self._processes = OUTSIDE
         self._running: list[asyncio.Task[None]] = []
         self._beside_tasks: list[asyncio.Task[None]] = []
-        self.ledger = Ledger(NAMESPACE.block_bytes, SHORT, loop.time, _spread_s(history) + GRACE_S)
+        self.ledger = Ledger(NAMESPACE.block_bytes, SHORT, loop.time, history.spread_s + GRACE_S)
         self.log: list[str] = []
         self._hash = hashlib.sha256()
         self._engines: Engines | None = None
@@ -152,16 +135,14 @@ class World:
         self._running.append(task)
 
     def _reap(self) -> None:
-        """Raise what a call that has ended raised, or an engine."""
+        """Raise what a call that has ended raised, or an engine, or a neighbour."""
         if self._engines is not None:
             self._engines.look()
-        still = []
-        for task in self._running:
-            if not task.done():
-                still.append(task)
-            elif not task.cancelled():
-                task.result()
-        self._running = still
+        for tasks in (self._running, self._beside_tasks):
+            for task in [task for task in tasks if task.done()]:
+                tasks.remove(task)
+                if not task.cancelled():
+                    task.result()
 
     async def _ended(self, hosts: Sequence[Host]) -> None:
         """All calls of these hosts' processes have returned."""
@@ -192,16 +173,17 @@ class World:
         if self._engines is not None:
             await self._within(host, self._engines.start(host), GRACE_S, "the start of the engine")
         self.tell(host, "opened")
+        await self._compared(host)
 
     def _boot(self, host: Host) -> AsyncCache:
         self._processes += 1
         self.ledger.restarted(host.process, self._processes)
-        heard, disk_blocks = partial(self.tell, host), self.history.disk_blocks
-        return host.boot(self._processes, self._config, NAMESPACE, disk_blocks, heard)
+        return host.boot(self._processes, self._config, NAMESPACE, partial(self.tell, host))
 
     async def _close(self, host: Host) -> None:
         if host.cache is None:
             return
+        await self._compared(host)
         cache, host.cache = host.cache, None
         if self._engines is not None:
             await self._within(host, self._engines.shut(host), CLOSE_S, "the end of the engine")
@@ -216,7 +198,9 @@ class World:
     async def _kill(self, host: Host, args: dict[str, Any]) -> None:
         """`again`: the next process is killed, too, so long after it began to open its cache. `power`: the machine
         stops, and its disk loses what was not synced."""
+        await self._compared(host)
         cache, host.cache = host.cache, None
+        host.disk_blocks = args.get("disk_blocks", host.disk_blocks)
         self._end(host, cache)
         if args.get("power"):
             host.lose_power()
@@ -236,18 +220,21 @@ class World:
         self._loop.kill(host.process)
         if self._engines is not None:
             self._engines.killed(host)
-        self._running = [task for task in self._running if task.process != host.process]  # type: ignore[attr-defined]
+        for tasks in (self._running, self._beside_tasks):
+            tasks[:] = [task for task in tasks if task.process != host.process]  # type: ignore[attr-defined]
         if cache is not None:
             cache.manager.host.arena.close()
-        self._bounded(host)
+        host.check_disk()
 
-    def _bounded(self, host: Host) -> None:
-        if not host.disk_is_within_bounds():
-            raise Wrong(f"the files of G3 on host {host.number} are larger than its capacity")
+    async def _compared(self, host: Host) -> None:
+        """What a real G3 says to have is on its disk."""
+        if host.real is not None:
+            await self._within(host, host.real.compare(), GRACE_S, "a look at the disk")
 
     async def _stop(self, host: Host, args: dict[str, Any]) -> None:
         """A clean end, with calls under way."""
         await self._close(host)
+        host.disk_blocks = args.get("disk_blocks", host.disk_blocks)
         await asyncio.sleep(args["down"])
         await self._start(host)
 
@@ -260,12 +247,13 @@ class World:
         host.break_disk(args)
 
     async def _beside(self, host: Host, args: dict[str, Any]) -> None:
-        """Another model uses the store. Nobody waits for it: what is wrong is among the loop's errors."""
+        """Another model uses the store. Nobody waits for it."""
         if host.neighbour is not None and host.cache is not None:
             told = partial(self.tell, host)
             self._beside_tasks.append(self._loop.spawn(host.process, host.neighbour.do(args, told)))
 
     async def _heal(self, host: Host, args: dict[str, Any]) -> None:
+        await self._compared(host)
         host.heal()
 
     async def _land(self, host: Host, args: dict[str, Any]) -> None:
@@ -311,7 +299,7 @@ class World:
         except TierError:  # the disk is out of use, as long as it fails
             if self.history.mode != "safety" or self.history.disk == "model":
                 raise
-        self._bounded(host)
+        host.check_disk()
         host.cache.stats()
         if failed := host.cache.manager.hierarchy.supervisor.restarts:
             raise Wrong(f"background tasks failed on host {host.number}: {dict(failed)}")
@@ -349,6 +337,7 @@ class World:
             await self._settled(host, landed)
         for host in self.hosts:
             await self._stores(host)
+            await self._keeps_its_word(host)
         await self._purges()
 
     async def _settled(self, host: Host, healed: float = 0.0) -> None:
@@ -365,14 +354,18 @@ class World:
             sick = [tier.name for tier in manager.lower.values() if not tier.healthy()]
             behind = "g4" in self.history.tiers and manager.hierarchy.proven_at < healed
             owed = len(manager._purger.owed())
-            held = (pinned, manager.host.quarantined, len(manager.host.filling()), flushed.pending, owed)
+            held = (
+                pinned, manager.host.quarantined, len(manager.host.filling()), flushed.pending, owed,
+                host.disk_reserved(), host.disk_excess(),
+            )  # fmt: skip
             if not any(held) and not sick and not manager.lower.out and not behind:
                 return
             if self._loop.time() > ends:
                 out = {name: left.reason for name, left in manager.lower.out.items()}
                 raise Wrong(
-                    f"host {host.number} is not well after {HEALED_S:g} s: pinned, quarantined, filling, pending, owed "
-                    f"{held}, sick {sick}, left out {out}, behind the purge log {behind}"
+                    f"host {host.number} is not well after {HEALED_S:g} s: pinned, quarantined, filling, pending, "
+                    f"owed, on disk reserved and beyond its capacity {held}, sick {sick}, left out {out}, behind the "
+                    f"purge log {behind}"
                 )
             await asyncio.sleep(1.0)
 
@@ -393,6 +386,14 @@ class World:
             await asyncio.sleep(self.ledger.spread_s)
             for other in self.hosts:
                 await self._hits(other, chain, f"stored by host {host.number}")
+
+    async def _keeps_its_word(self, host: Host) -> None:
+        """A real G3 does to those who use it without a cache, over a restart, too."""
+        if host.neighbour is not None:
+            await self._within(host, host.neighbour.test(), 2 * CLOSE_S, "the neighbour's test")
+            await self._kill(host, {"down": 0.0, "power": True})
+            await self._settled(host)
+            await self._within(host, host.neighbour.test_again(), 2 * CLOSE_S, "the neighbour's second test")
 
     async def _store(self, host: Host, chain: list[BlockKey]) -> None:
         assert host.cache is not None
@@ -436,9 +437,3 @@ async def _cancelled(call: Callable[[], Coroutine[Any, Any, None]], turns: int |
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-
-
-def _spread_s(history: History) -> float:
-    """How far the clocks are apart at most, in this whole history."""
-    known = [0.0, *history.skews, *(step.args["ahead"] for step in history.steps if step.verb == "jump")]
-    return float(max(known) - min(known))

@@ -138,6 +138,19 @@ def test_a_file_that_is_no_history_is_refused(raw: bytes) -> None:
         History.decode(raw)
 
 
+@pytest.mark.parametrize(
+    ("history", "why"),
+    [
+        (replace(make_history(1), steps=make_history(1, "engines").steps), "without an engine"),
+        (replace(make_history(1), engine=make_history(1, "engines").engine), "has an engine"),
+        (replace(make_history(1, "engines"), engine=None), "has an engine"),
+    ],
+)
+def test_a_history_whose_engines_do_not_fit_its_mode_is_refused(history: History, why: str) -> None:
+    with pytest.raises(InvalidRequest, match=why):
+        History.decode(history.encode())
+
+
 QUIET = replace(
     make_history(0, "liveness"), skews=(0.0, 0.0), tiers=("g3", "g4"), slots=64, disk_blocks=256, purge="strict",
     quota=0.0, steps=(Step(0.1, 0, "match", {"scope": 1, "chain": 1, "blocks": 4, "timeout": None}, 1),),

@@ -4,6 +4,7 @@ lose what was not synced, and nothing else."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 from collections.abc import Callable, Coroutine
@@ -199,6 +200,64 @@ def test_a_failed_sync_makes_nothing_durable_later(tmp_path: Path) -> None:
         on_disk(folder, seed, work).lose_power()
         lost += (folder / "f").read_bytes() != b"a" * 4096
     assert lost > 5
+
+
+def test_what_a_failed_sync_lost_may_be_gone_at_once(tmp_path: Path) -> None:
+    """It fails once. What is certain stays, and what was written since it began is there."""
+    found = set()
+    for seed in range(20):
+        (folder := tmp_path / str(seed)).mkdir()
+
+        def work(kernel: Kernel, drive: Drive, path: str) -> None:
+            fd = kernel.open(path, os.O_RDWR | os.O_CREAT)
+            kernel.pwritev(fd, [memoryview(b"a" * 4096)], 0)
+            kernel.fdatasync(fd)
+            kernel.pwritev(fd, [memoryview(b"b" * 4096)], 0)
+            drive.break_(DriveFault("sync", "error", 1.0))
+            with pytest.raises(OSError, match="injected"):
+                kernel.fdatasync(fd)
+            drive.heal()
+            kernel.pwritev(fd, [memoryview(b"c" * 512)], 0)
+            kernel.fdatasync(fd)
+
+        on_disk(folder, seed, work)
+        data = (folder / "f").read_bytes()
+        assert data[:512] == b"c" * 512
+        found.add(data[512:])
+    assert found == {b"a" * 3584, b"b" * 3584}
+
+
+@pytest.mark.parametrize("kind", ["damage", "drop", "bad", "worn", "nothing"])
+def test_a_disk_counts_the_reads_for_which_it_is_to_blame(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "x.slab"
+
+    def work(kernel: Kernel, drive: Drive, _: str) -> None:
+        fd, block = kernel.open(path, os.O_RDWR | os.O_CREAT), bytes(range(256)) * 2
+        kernel.pwritev(fd, [memoryview(block.ljust(4096))], 0)
+        kernel.fdatasync(fd)
+        content = drive.content_of(path)
+        if kind == "drop":
+            drive.break_(DriveFault("write", "drop", 1.0))
+            block = bytes(512)
+            kernel.pwritev(fd, [memoryview(block.ljust(4096))], 0)
+            drive.heal()
+        while kind == "damage" and not content.harmed:
+            drive.damage()
+        while kind == "bad" and not content.bad:
+            drive.break_(DriveFault("*", "bad", 1.0))
+        assert kind != "worn" or (drive.wear_out(block) and not drive.wear_out(b"another block"))
+        assert content.holds(block, 0), "as it should be, or the disk is to blame"
+        assert not content.holds(b"other" * 30, 8192)
+        with contextlib.suppress(OSError):
+            kernel.preadv(fd, [memoryview(bytearray(4096))], 0)
+        assert drive.bad_reads == (kind != "nothing")
+        content.bad.clear()
+        kernel.pwritev(fd, [memoryview(bytes(4096))], 0)
+        with contextlib.suppress(OSError):
+            kernel.preadv(fd, [memoryview(bytearray(4096))], 0)
+        assert drive.bad_reads == (kind != "nothing") + (kind == "worn"), "what is written anew is sound"
+
+    on_disk(tmp_path, 4, work)
 
 
 def test_what_was_lost_does_not_come_back_over_what_was_written_there_since(tmp_path: Path) -> None:

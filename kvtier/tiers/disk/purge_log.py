@@ -45,21 +45,24 @@ class PurgeLog:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._fd = -1
+        self._prepared = False  # whether the file is whole and durable, as far as this process knows
         self._lock = threading.Lock()
         self._seen: tuple[bytes, dict[bytes, Wall]] = b"", {}  # a header, and what was there after it was read
         with contextlib.suppress(OSError):
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def prepare(self) -> None:
-        """Make the file, unless it is there. Raises OSError."""
-        if self._fd >= 0 and os.fstat(self._fd).st_size >= RECORDS * _RECORD.size:
-            return
-        self.close()
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        missing = RECORDS * _RECORD.size - os.fstat(self._fd).st_size
-        os.pwrite(self._fd, bytes(missing), RECORDS * _RECORD.size - missing)
-        os.fsync(self._fd)
-        sync_directory(self._path.parent)
+        """Make the file, unless it is there, and durable: who made it may have ended before. Raises OSError."""
+        with self._lock:
+            if self._prepared:
+                return
+            if self._fd < 0:
+                self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            missing = max(0, RECORDS * _RECORD.size - os.fstat(self._fd).st_size)
+            os.pwrite(self._fd, bytes(missing), RECORDS * _RECORD.size - missing)
+            os.fsync(self._fd)
+            sync_directory(self._path.parent)
+            self._prepared = True
 
     def pending(self) -> Mapping[bytes, Wall]:
         """Purges that may not be in the index yet. One small read where nothing changed. Raises OSError."""
@@ -78,20 +81,17 @@ class PurgeLog:
         with self._locked():
             used = {place: (name, time) for place, name, time in self._records()}
             place = next((place for place, (name, _) in used.items() if name == scoped), 0)
-            if not place or used[place][1] < until:
-                self._write(scoped, until, place, used)
-        os.fsync(self._fd)  # a record that was there may be of a call whose sync has not ended
-
-    def _write(self, scoped: bytes, until: Wall, place: int, used: Mapping[int, tuple[bytes, Wall]]) -> None:
-        """`place`: where there is a record of this scope already, else 0."""
-        place = place or next((place for place in range(1, RECORDS) if place not in used), 0)
-        if not place:
-            scoped, until, place = ALL, max(until, *(time for _, time in used.values())), 1
-        os.pwrite(self._fd, _encoded(scoped, until), place * _RECORD.size)
-        if scoped == ALL:
-            os.fsync(self._fd)  # before those that it replaces are gone
-            os.pwrite(self._fd, bytes((RECORDS - 2) * _RECORD.size), 2 * _RECORD.size)
-        self._changed()
+            if place:  # written anew if it says enough: it is not durable if a sync failed, or has not ended
+                until = max(until, used[place][1])
+            place = place or next((place for place in range(1, RECORDS) if place not in used), 0)
+            if not place:
+                scoped, until, place = ALL, max(until, *(time for _, time in used.values())), 1
+            os.pwrite(self._fd, _encoded(scoped, until), place * _RECORD.size)
+            if scoped == ALL:
+                os.fsync(self._fd)  # before those that it replaces are gone
+                os.pwrite(self._fd, bytes((RECORDS - 2) * _RECORD.size), 2 * _RECORD.size)
+            self._changed()
+        os.fsync(self._fd)
 
     def settle(self, purges: Mapping[bytes, Wall]) -> None:
         """Forget these: the index has them, durably. Raises OSError or TierTimeout."""
@@ -107,7 +107,7 @@ class PurgeLog:
         """Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
-            self._fd = -1
+            self._fd, self._prepared = -1, False
 
     def _records(self) -> Iterator[tuple[int, bytes, Wall]]:
         """(place, namespace ‖ scope, time) of each record that passes its check."""

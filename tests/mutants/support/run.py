@@ -38,6 +38,7 @@ SIMULATED = (
     "tests/sim/test_sim.py::test_every_fleet_works_again_once_all_is_well",
     "tests/sim/test_disk.py::test_no_promise_is_broken_with_real_disks",
     "tests/sim/test_disk.py::test_every_fleet_with_real_disks_works_again_once_all_is_well",
+    "tests/sim/test_engines.py::test_no_engine_reads_or_stores_a_wrong_byte_in_any_history",
 )
 PRELOADED = (
     "hypothesis.stateful",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections import Counter
@@ -82,6 +83,61 @@ def test_a_record_that_fails_its_check_is_none(tmp_path: Path) -> None:
     assert again.pending() == {bytes([1]) * 48: 0.0, bytes([3]) * 48: 2.0}
     again.settle({bytes([1]) * 48: Wall(0), bytes([3]) * 48: Wall(1)})
     assert log.pending() == again.pending() == {bytes([3]) * 48: 2.0}, "a newer purge was forgotten"
+
+
+@pytest.mark.parametrize("earlier", [0.0, 1.0])
+def test_a_purge_whose_sync_failed_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: float
+) -> None:
+    """A failed sync is told once: the next one saves nothing that was written before it. So for an earlier purge of the
+    same tenant, which that record covers."""
+    log = PurgeLog(tmp_path / "PURGES")
+    log.prepare()
+    disk = bytearray((tmp_path / "PURGES").read_bytes())
+    dirty: list[tuple[int, bytes]] = []
+    pwrite, fails = os.pwrite, [True, False]
+
+    def write(fd: int, data: bytes, offset: int) -> int:
+        dirty.append((offset, data))
+        return pwrite(fd, data, offset)
+
+    def sync(_: int) -> None:
+        if fails.pop(0):
+            dirty.clear()  # they count as written
+            raise OSError(errno.EIO, "lost")
+        for offset, data in dirty:
+            disk[offset : offset + len(data)] = data
+
+    monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr(os, "fsync", sync)
+    with pytest.raises(OSError, match="lost"):
+        log.record(bytes(SCOPED_BYTES - 1) + b"1", Wall(5.0))
+    log.record(bytes(SCOPED_BYTES - 1) + b"1", Wall(5.0 - earlier))
+    (tmp_path / "PURGES").write_bytes(disk)  # the machine loses its power
+    assert PurgeLog(tmp_path / "PURGES").pending() == {bytes(SCOPED_BYTES - 1) + b"1": 5.0}
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_purge_is_in_a_file_whose_name_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarted: bool
+) -> None:
+    """Who made the file may have failed, or ended, before its folder was synced."""
+    fails, synced = [True], []
+
+    def sync(path: Path) -> None:
+        if fails.pop() if fails else False:
+            raise OSError(errno.EIO, "lost")
+        synced.append(path)
+
+    monkeypatch.setattr(purge_log, "sync_directory", sync)
+    log = PurgeLog(tmp_path / "PURGES")
+    with pytest.raises(OSError, match="lost"):
+        log.prepare()
+    if restarted:
+        log = PurgeLog(tmp_path / "PURGES")
+    for _ in range(2):
+        log.record(bytes(SCOPED_BYTES), Wall(5.0))
+    assert synced == [tmp_path]
 
 
 def test_a_reader_that_is_overtaken_hides_no_purge(tmp_path: Path) -> None:
