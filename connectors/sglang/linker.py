@@ -374,7 +374,7 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         self._requests.clear()
         old = self._pages
         if old is not None:
-            self._offloads.lose(old.outstanding())  # before another thread closes it, and they are forgotten
+            self._offloads.lose(old.leave())  # before another thread closes it
             self._events.update(dict(old.events))
         if old is not None and self._kv_events is not None:
             old.cache.manager.subscribe(None)
