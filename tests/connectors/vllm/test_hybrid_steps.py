@@ -104,6 +104,26 @@ def test_a_boundary_that_waits_for_its_copy_when_its_tenant_is_purged_is_not_sto
     engine.check()
 
 
+@pytest.mark.parametrize("windows", [[], [(20, 2)]], ids=["one group", "windows"])
+@pytest.mark.parametrize("over", [True, False], ids=["over", "goes on"])
+def test_what_a_step_under_way_makes_for_a_request_that_is_over_when_its_tenant_is_purged_is_not_stored(
+    make: Make, windows: list[tuple[int, int]], over: bool
+) -> None:
+    """The client went away while the step was under way, and the purge came before its end."""
+    engine, asked = make(windows, async_scheduling=True), prompt(12, 64)
+    name = engine.add(asked, 1)
+    engine.step()
+    assert engine.queue, "the step is under way"
+    if over:
+        engine.abort(name)
+    engine.cache.purge()
+    engine.run()
+    assert (engine.cache.stats()["g2"]["blocks"] == 0) == over
+    assert warm(engine, asked) == (0 if over else 56)
+    assert warm(engine, asked) > 0, "what was computed since then is stored"
+    engine.check()
+
+
 def test_windows_that_are_evicted_while_they_are_pinned_are_a_miss(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
