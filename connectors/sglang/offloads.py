@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvtier.connectors.control import Control
-from kvtier.connectors.fallback import falls_back_to
+from kvtier.connectors.fallback import falls_back_to, or_fallback
 from kvtier.connectors.identity import engine_keys
 from kvtier.connectors.sglang.beside import BoundaryStore, PoolBeside
 from kvtier.connectors.sglang.copies import PageCopies
@@ -71,7 +71,10 @@ class PageOffloads:
         transfer = of_pool(transfers, PAGES)
         if self._req is None or not transfer.keys:
             return False
-        control, scope = self._control_of(self._req)
+        known = or_fallback(self._control_of, self._req, fallback=None)
+        if known is None:
+            return False
+        control, scope = known
         if scope is None or not control.store:
             return False
         scarce = self._beside is not None and self._beside.is_scarce(transfers)

@@ -235,6 +235,24 @@ def test_requests_with_adapters_are_cached_where_there_is_one_group_only(
     engine.check()
 
 
+def test_a_request_with_an_adapter_is_not_cached_whatever_else_went_wrong_with_it(
+    make: Make, tmp_path: Path, write_adapter: Callable[[Path, int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its names could not be read when it came."""
+    engine = make([(20, 2)])
+    adapter = LoRARequest("tuned", 1, str(write_adapter(tmp_path / "adapter", 1)))
+
+    def broken(*_: Any) -> int:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compat, "agreed", broken)
+        engine.add(prompt(15, 60), 1, lora=adapter)
+    engine.run()
+    assert engine.half.counters["blocks_stored"] == 0
+    engine.check()
+
+
 WIDTHS = [1, 2, 7, 8, 9, 16, 17, 20, 33, 40]
 RAISING = [
     ("half", "_follow"), ("half", "_more"), ("half", "_pin"), ("half", "_end"), ("_held", "cover"),
