@@ -51,8 +51,7 @@ class PoolBeside(ABC):
     """The field of SGLang's match result that says where a prompt leaves what is known, and has the tree keep it."""
 
     spare: int | None = None
-    """Nodes of the tree that may be kept at once for their copies, of those with something that an engine has little
-    of; None: any number."""
+    """Nodes of the tree that may be kept at once for their copies; None: any number."""
 
     step = 1
     """Most boundaries lie at multiples of so many pages, and one that a prompt is to leave does."""
@@ -80,10 +79,6 @@ class PoolBeside(ABC):
         """What a prompt needs to go on after `chain`, where the tree has that and it is worth having: the tree's own
         memory, which it keeps while an offload lasts. `path()` are the slots in the full pool of all tokens of the
         chain, `transfers` what the tree offers of its last node."""
-
-    def is_scarce(self, transfers: Sequence[Any]) -> bool:
-        """Whether a node of which the tree offers this has something that an engine has little of."""
-        return False
 
     def keys(self, chain: Sequence[BlockKey], depth: int) -> list[BlockKey]:
         """Names of the blocks of the boundary after `depth` pages."""

@@ -11,7 +11,7 @@ Used from the scheduler's thread only; nothing here waits.
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,7 +54,6 @@ class PageOffloads:
         self._path: Callable[[], Any] | None = None
         self.events: Counter[str] = Counter()
         self._lost = 0  # offloads that are answered as failed, before all others
-        self._scarce: deque[bool] = deque()  # of each that was not answered: whether it keeps something scarce
 
     def are_of(self, req: Any | None, checkpoint: Checkpoint) -> None:
         """Offloads from now on are of this request; None: of no request."""
@@ -66,7 +65,7 @@ class PageOffloads:
 
     def begin(self, transfers: Sequence[Any]) -> bool:
         """Copy a node's pages to G2 where it lacks them. False: the request does not want it, there is none, or enough
-        states wait for their copies, and the tree offers it again. Later errors are in the completion."""
+        nodes wait for their copies, and the tree offers it again. Later errors are in the completion."""
         (head, self._head), (path, self._path) = (self._head, []), (self._path, None)
         transfer = of_pool(transfers, PAGES)
         if self._req is None or not transfer.keys:
@@ -77,11 +76,9 @@ class PageOffloads:
         control, scope = known
         if scope is None or not control.store:
             return False
-        scarce = self._beside is not None and self._beside.is_scarce(transfers)
-        if scarce and not self._has_spare():
-            return False
-        self._scarce.append(scarce)
         copies = self._copies()
+        if not self._has_spare(copies):
+            return False
         if copies is None:
             self._lost += 1
             return True
@@ -98,11 +95,11 @@ class PageOffloads:
             copies.fail()
         return True
 
-    def _has_spare(self) -> bool:
-        """Whether the tree may keep another node with something scarce. Each rank says the same: its completions are
-        taken when all have them."""
+    def _has_spare(self, copies: PageCopies | None) -> bool:
+        """Whether the tree may keep another node until its completion is taken: one that has no state may be given one
+        meanwhile. Each rank says the same: completions are taken when all have them."""
         spare = self._beside.spare if self._beside is not None else None
-        if spare is None or sum(self._scarce) < spare:
+        if spare is None or self._lost + (copies.outstanding() if copies is not None else 0) < spare:
             return True
         self.events["stores_put_off"] += 1
         return False
@@ -122,8 +119,6 @@ class PageOffloads:
 
     def pop(self) -> bool:
         """Take the oldest completion; whether all its pages are in G2."""
-        if self._scarce:
-            self._scarce.popleft()
         if self._lost:
             self._lost -= 1
             return False
@@ -136,5 +131,4 @@ class PageOffloads:
 
     def clear(self) -> None:
         """No completion will be asked for."""
-        self._scarce.clear()
         self._lost = 0

@@ -97,7 +97,7 @@ def parts_of(mamba_pool: Any, block_bytes: int) -> tuple[StatePart, ...]:
 
 
 def spare_slots(requests: Any) -> int:
-    """Slots that stay free whatever the requests of this table do, for states that the tree keeps for their copies:
+    """Slots that stay free whatever the requests of this table do, for nodes that the tree keeps for their copies:
     each request that runs has its own, those that it tracks, and one that it keeps in the tree, and one of them at a
     time takes another. SGLang ends where there is none to take. Raises IdentityError where there is none to spare."""
     most = int(requests.size) * (2 + int(requests.mamba_ping_pong_track_buffer_size))

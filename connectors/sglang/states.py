@@ -48,9 +48,6 @@ class States(PoolBeside):
         slot for copies."""
         return cls(pool.states, pool.page, grid, spare_slots(requests)) if pool.states else None
 
-    def is_scarce(self, transfers: Sequence[Any]) -> bool:
-        return any(transfer.name == STATES for transfer in transfers)
-
     def counts(self, depth: int) -> list[int]:
         return [self._count]
 
