@@ -50,6 +50,9 @@ class PoolBeside(ABC):
     branch: ClassVar[str] = ""
     """The field of SGLang's match result that says where a prompt leaves what is known, and has the tree keep it."""
 
+    spare: int | None = None
+    """Nodes of the tree that may be kept at once for their copies; None: any number."""
+
     step = 1
     """Most boundaries lie at multiples of so many pages, and one that a prompt is to leave does."""
 

@@ -1,14 +1,16 @@
 """Copies between the pages of one rank's device pool and the blocks of one cache.
 
 On a GPU the copy engine has a thread of its own (`kvtier.kernels.pump`), which opens it, too: until it is `ready`
-nothing is offered. Used from the scheduler's thread only. Nothing here waits, but `order` for the launch of a group of
-layers, and `landed` and `quiesce` for copies, all of them bounded.
+nothing is offered. Used from the scheduler's thread only, until it is `left`: then another thread closes it, while the
+scheduler's waits for the loads that it has begun. Nothing here waits, but `order` for the launch of a group of layers,
+and `landed` and `quiesce` for copies, all of them bounded.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -61,6 +63,7 @@ class PageOffload:
     whole: bool = True  # nothing was refused or failed
     ticket: int = 0
     over: bool = False
+    void: bool = False  # its pages may hold something else before it is copied
 
 
 @dataclass(slots=True)
@@ -93,6 +96,7 @@ class PageCopies:
         self.events: Counter[str] = Counter()
         self._offloads: deque[PageOffload] = deque()
         self._by_ticket: dict[int, PageOffload | PageLoad] = {}
+        self._turn = threading.RLock()  # of acknowledgements: taken and followed as one
 
     def _open(self, part: PoolPart | StatePart, on_gpu: bool) -> CopyEngine | Pump:
         arena = self._manager.host.arena
@@ -193,6 +197,18 @@ class PageCopies:
         """Offloads whose completion was not taken."""
         return len(self._offloads)
 
+    def leave(self) -> int:
+        """Nobody takes completions any more, and another thread closes this: pages that are not copied by now are
+        handed out again, and never stored. Returns how many offloads have no completion."""
+        self._poll()
+        self._void()
+        return self.outstanding()
+
+    def _void(self) -> None:
+        with self._turn:
+            for offload in self._offloads:
+                offload.void = True
+
     # ── load ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def load(self, leases: Sequence[Lease], copies: Iterable[tuple[int, Slot]]) -> PageLoad:
@@ -238,21 +254,22 @@ class PageCopies:
     # ── common ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _poll(self) -> None:
-        for ack in self._engine.poll():
-            job = self._by_ticket.get(ack.ticket)
-            if isinstance(job, PageOffload):
-                self._stored(job, ack)
-            elif isinstance(job, PageLoad):
-                job.done += len(ack.moves) if ack.outcome is Outcome.DONE else 0
+        with self._turn:
+            for ack in self._engine.poll():
+                job = self._by_ticket.get(ack.ticket)
+                if isinstance(job, PageOffload):
+                    self._stored(job, ack)
+                elif isinstance(job, PageLoad):
+                    job.done += len(ack.moves) if ack.outcome is Outcome.DONE else 0
+                    if ack.last:
+                        job.over = True
+                        self._release(job)
                 if ack.last:
-                    job.over = True
-                    self._release(job)
-            if ack.last:
-                self._by_ticket.pop(ack.ticket, None)
+                    self._by_ticket.pop(ack.ticket, None)
 
     def _stored(self, offload: PageOffload, ack: Ack) -> None:
         acked = [offload.slots.pop((number, generation)) for _, number, generation in ack.moves.triples()]
-        if ack.outcome is Outcome.DONE:
+        if ack.outcome is Outcome.DONE and not offload.void:
             for blocks, slot in acked:
                 blocks.done.append(slot)
         else:
@@ -292,7 +309,8 @@ class PageCopies:
         again after it: what has not ended is given up, and never stored."""
         self._engine.wait(list(self._by_ticket), self._wait_s)
         self._poll()
-        for ticket in self._by_ticket:
+        self._void()
+        for ticket in list(self._by_ticket):
             self._engine.cancel(ticket)
         self._offloads.clear()
 

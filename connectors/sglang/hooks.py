@@ -35,7 +35,7 @@ from kvtier.errors import ConfigError
 
 class Checkpoint(NamedTuple):
     """A request's tokens enter the tree: up to `end`, of which it has the first `begin`. `lasting`: they are all of its
-    prompt, or end where it leaves another one, and the tree keeps a state there (`branch`)."""
+    prompt, or end where it leaves another one, and the tree keeps a window or a state there (`branch`)."""
 
     begin: int = 0
     end: int = 0
@@ -186,20 +186,22 @@ def _checkpoint(original: Callable[..., Any], cache: Any, req: Any, **arguments:
 
 @falls_back_to(None)
 def _offer_again(cache: Any, linker: LinkerListener, node: Any) -> None:
-    """A prompt has left another one at the end of a node that the tree has, and it has a state now. The tree offers no
-    node twice: it is offered here as there, but for that the node stays marked as it is."""
+    """A prompt has left another one at the end of a node that the tree has, and it has a window or a state now. The
+    tree offers no node twice: it is offered here as there, but for that the node stays marked as it is."""
     core, wrapper = cache.tree_core, cache.linker
     pending = any(node in one.publish_node_ids for one in wrapper.pending_offloads)
     if pending or core.build_external_linker_offload_transfers(node) is not None:
         return
-    states = resolve_name("sglang.srt.mem_cache.unified_cache.component_type:ComponentType").MAMBA
-    state, keys = core.get_component_device_value(node, states), list(core.get_hash_values(node))
-    if state is None or not keys:
-        return
     transfer, module = resolve_name("sglang.srt.mem_cache.hicache_storage:PoolTransfer"), _WRAPPER.rpartition(".")[0]
+    states = resolve_name("sglang.srt.mem_cache.unified_cache.component_type:ComponentType").MAMBA
+    if not (keys := list(core.get_hash_values(node))):
+        return
     slots = _path(core, node)[-len(keys) * cache.page_size :]
-    offered = [transfer(name=PAGES, keys=keys, device_indices=slots),
-               transfer(name=STATES, keys=keys[-1:], device_indices=state)]  # fmt: skip
+    offered = [transfer(name=PAGES, keys=keys, device_indices=slots)]
+    if states in cache.tree_components:
+        if (state := core.get_component_device_value(node, states)) is None:
+            return
+        offered.append(transfer(name=STATES, keys=keys[-1:], device_indices=state))
     lock = cache.inc_lock_ref(node).to_dec_params()
     linker.before_offload(core.get_prefix_hash_values(node), partial(_path, core, node))
     try:
@@ -216,7 +218,7 @@ def _offer_again(cache: Any, linker: LinkerListener, node: Any) -> None:
 def _checkpoint_of(req: Any, up_to: int) -> Checkpoint:
     begin, leaves = int(getattr(req.kv, "cache_protected_len", 0)), req.swa_branching_seqlen
     if leaves is not None and begin < leaves <= up_to:
-        return Checkpoint(begin, int(leaves), lasting=True)  # the tree takes no more of it this time
+        return Checkpoint(begin, int(leaves), lasting=True, branch=True)  # the tree takes no more of it this time
     tracked = getattr(req.kv, "mamba_last_track_seqlen", None)  # of a model with states, the tree takes it up to there
     branch = tracked is not None and tracked == getattr(req, "mamba_branching_seqlen", None)
     return Checkpoint(begin, up_to, lasting=branch or up_to >= len(req.origin_input_ids), branch=branch)

@@ -92,7 +92,7 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         self._pool = pool_of(device_pool, params.page_size, components, window_of(server_args, params))
         self._beside: PoolBeside | None = Windows.of(self._pool, params.token_to_kv_pool_allocator)
         if self._pool.states:
-            self._beside = States.of(self._pool, grid_of(params))
+            self._beside = States.of(self._pool, grid_of(params), params.req_to_token_pool)
         self.branch = self._beside.branch if self._beside is not None else ""
         adapters.remember(getattr(server_args, "lora_paths", None))
         namespace = namespace_of_rank(server_args, self._settings, self._pool)
@@ -192,6 +192,7 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
             self._events,
             self._requests.events,
             self._loads.events,
+            self._offloads.events,
             *([pages.events] if pages is not None else []),
         ]
         events: Counter[str] = Counter()
@@ -374,7 +375,7 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
         self._requests.clear()
         old = self._pages
         if old is not None:
-            self._offloads.lose(old.outstanding())  # before another thread closes it, and they are forgotten
+            self._offloads.lose(old.leave())  # before another thread closes it
             self._events.update(dict(old.events))
         if old is not None and self._kv_events is not None:
             old.cache.manager.subscribe(None)

@@ -11,11 +11,12 @@ Used from the scheduler's thread only; nothing here waits.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvtier.connectors.control import Control
-from kvtier.connectors.fallback import falls_back_to
+from kvtier.connectors.fallback import falls_back_to, or_fallback
 from kvtier.connectors.identity import engine_keys
 from kvtier.connectors.sglang.beside import BoundaryStore, PoolBeside
 from kvtier.connectors.sglang.copies import PageCopies
@@ -51,6 +52,7 @@ class PageOffloads:
         self._checkpoint = NO_CHECKPOINT
         self._head: list[str] = []
         self._path: Callable[[], Any] | None = None
+        self.events: Counter[str] = Counter()
         self._lost = 0  # offloads that are answered as failed, before all others
 
     def are_of(self, req: Any | None, checkpoint: Checkpoint) -> None:
@@ -62,16 +64,21 @@ class PageOffloads:
         self._head, self._path = head, path
 
     def begin(self, transfers: Sequence[Any]) -> bool:
-        """Copy a node's pages to G2 where it lacks them. False: the request does not want it, or there is none. Later
-        errors are in the completion."""
+        """Copy a node's pages to G2 where it lacks them. False: the request does not want it, there is none, or enough
+        nodes wait for their copies, and the tree offers it again. Later errors are in the completion."""
         (head, self._head), (path, self._path) = (self._head, []), (self._path, None)
         transfer = of_pool(transfers, PAGES)
         if self._req is None or not transfer.keys:
             return False
-        control, scope = self._control_of(self._req)
+        known = or_fallback(self._control_of, self._req, fallback=None)
+        if known is None:
+            return False
+        control, scope = known
         if scope is None or not control.store:
             return False
         copies = self._copies()
+        if not self._has_spare(copies):
+            return False
         if copies is None:
             self._lost += 1
             return True
@@ -87,6 +94,15 @@ class PageOffloads:
         if copies.outstanding() == before:
             copies.fail()
         return True
+
+    def _has_spare(self, copies: PageCopies | None) -> bool:
+        """Whether the tree may keep another node until its completion is taken: one that has no state may be given one
+        meanwhile. Each rank says the same: completions are taken when all have them."""
+        spare = self._beside.spare if self._beside is not None else None
+        if spare is None or self._lost + (copies.outstanding() if copies is not None else 0) < spare:
+            return True
+        self.events["stores_put_off"] += 1
+        return False
 
     @falls_back_to(None)
     def _boundary(

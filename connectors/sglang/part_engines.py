@@ -93,7 +93,7 @@ class PartEngines:
 
     def _of(self, tickets: Iterable[int], part: int) -> list[int]:
         jobs = [job for ticket in tickets if (job := self._jobs.get(ticket)) is not None]
-        return [job.open[part] for job in jobs if part in job.open]
+        return [theirs for job in jobs if (theirs := job.open.get(part)) is not None]
 
     def wait(self, tickets: Iterable[int], timeout_s: float) -> bool:
         """As `CopyEngine.wait`, over all parts together."""

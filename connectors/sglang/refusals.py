@@ -37,6 +37,7 @@ def _refuse_unproved(server: Any, params: Any) -> None:
         "several ranks share the model (tensor parallelism)": int(getattr(server, "tp_size", 1) or 1) > 1,
         f"the core of its tree is {core}, not rust": core != "rust",
         "they have no extra buffer": not params.enable_mamba_extra_buffer,
+        "their extra buffer is lazy": getattr(params.req_to_token_pool, "enable_mamba_extra_buffer_lazy", False),
     }
     for reason, holds in reasons.items():
         if holds:

@@ -96,6 +96,21 @@ def parts_of(mamba_pool: Any, block_bytes: int) -> tuple[StatePart, ...]:
     return parts
 
 
+def spare_slots(requests: Any) -> int:
+    """Slots that stay free whatever the requests of this table do, for nodes that the tree keeps for their copies:
+    each request that runs has its own, those that it tracks, and one that it keeps in the tree, and one of them at a
+    time takes another. SGLang ends where there is none to take. Raises IdentityError where there is none to spare."""
+    most = int(requests.size) * (2 + int(requests.mamba_ping_pong_track_buffer_size))
+    spare = int(requests.mamba_allocator.size) - most - 1
+    if spare < 1:
+        raise IdentityError(
+            f"a pool of {requests.mamba_allocator.size} states has none to spare for copies beside those of "
+            f"{requests.size} requests; start this engine with --max-mamba-cache-size {most + 2} or more, with a "
+            "smaller --max-running-requests, or without kvtier"
+        )
+    return spare
+
+
 def described(parts: Sequence[StatePart], state_layers: Sequence[int], full_layers: Sequence[int]) -> str:
     """For the namespace: the kinds, shapes and layers of what is kept, and how it is cut into blocks."""
     kept = [

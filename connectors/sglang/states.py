@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from kvtier.connectors.sglang.beside import BoundaryStore, PinnedBoundary, PoolBeside, terms_at
 from kvtier.connectors.sglang.hooks import Checkpoint
 from kvtier.connectors.sglang.pool import KVPools, block_of
-from kvtier.connectors.sglang.state_pool import StatePart
+from kvtier.connectors.sglang.state_pool import StatePart, spare_slots
 from kvtier.connectors.sglang.transfers import PAGES, STATES, of_pool
 from kvtier.identity.groups import boundary_keys
 from kvtier.identity.keys import BlockKey
@@ -32,9 +32,10 @@ class States(PoolBeside):
 
     branch: ClassVar[str] = "mamba_branching_seqlen"
 
-    def __init__(self, parts: Sequence[StatePart], page: int, grid: int) -> None:
+    def __init__(self, parts: Sequence[StatePart], page: int, grid: int, spare: int) -> None:
         """`grid`: tokens that a state's place is a multiple of where the tree is asked to track one; a multiple of
-        `page`. Chunks of prefill that end elsewhere leave later ones off it."""
+        `page`. Chunks of prefill that end elsewhere leave later ones off it. `spare`: see `spare_slots`."""
+        self.spare = spare
         self._parts = tuple(parts)
         self._page = page
         self._count = sum(part.count for part in parts)
@@ -42,9 +43,10 @@ class States(PoolBeside):
         self._names = lru_cache(maxsize=_NAMED)(lambda head: boundary_keys(head, [self._count]))
 
     @classmethod
-    def of(cls, pool: KVPools, grid: int) -> States | None:
-        """None for a pool without states."""
-        return cls(pool.states, pool.page, grid) if pool.states else None
+    def of(cls, pool: KVPools, grid: int, requests: Any) -> States | None:
+        """None for a pool without states. `requests` is SGLang's table of them. Raises IdentityError where it leaves no
+        slot for copies."""
+        return cls(pool.states, pool.page, grid, spare_slots(requests)) if pool.states else None
 
     def counts(self, depth: int) -> list[int]:
         return [self._count]

@@ -63,9 +63,8 @@ class HybridHalf(SchedulerHalf):
         return found
 
     def _state_of(self, request: Any) -> RequestState:
-        known = request.request_id in self._requests
         state = super()._state_of(request)
-        if not known and state.adapter is not None:
+        if state.adapter is not None and state.scope is not None:
             state.give_up()  # an adapter may turn out to be another one when its blocks are loaded: one block at a time
         return state
 

@@ -4,6 +4,7 @@ end."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -188,3 +189,56 @@ def test_what_was_not_copied_when_the_tree_was_emptied_is_never_stored(
     assert b.linker.num_completed_offloads() == 0
     assert b.lookup("r", keys) == 0, "zeros under the name of what was there"
     b.linker._pages.cache.check()
+
+
+def test_what_was_not_copied_when_the_weights_changed_is_never_stored(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tree is told that these copies have failed, and hands their pages out again, while the old cache is closed
+    by another thread: stored, they would be found by an engine of the old weights."""
+    b, keys = bench(), keys_of(2)
+    assert b.offload(keys, [1, 2]) and settled(b, 1) == [True]
+    event = waiting(b, monkeypatch, "store")
+    late = keys_of(2, seed=1)
+    assert b.offload(late, [3, 4])
+    b.linker.weights_change()
+    assert b.settle() == [False]
+    for layer in b.pool.tensors:
+        for tensor in layer:
+            tensor.zero_()
+    event.reached = True
+    assert b.linker._rotation.join(30)
+    again = bench()
+    assert again.until_promoted("r", keys) == 2, "what was copied by then is kept"
+    assert again.until_promoted("s", late) == 0, "zeros under the name of what was there"
+
+
+def test_a_load_under_way_when_the_weights_change_ends_as_it_would(
+    pumped: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that closes the old cache and the scheduler's both take acknowledgements: whoever does not get that
+    of the load waits until the other has followed it. Else it would pass for a copy that does not end."""
+    b, keys = pumped(deadlines={"get": "20s"}), keys_of(2)
+    assert eventually(lambda: b.linker._pages.ready)
+    assert b.offload(keys, [1, 2]) and settled(b, 1) == [True]
+    assert b.lookup("r", keys) == 2
+    expected = [b.bytes_of(page) for page in (1, 2)]
+    event, engine, taken = waiting(b, monkeypatch, "load"), b.linker._pages._engine, threading.Event()
+    poll, scheduler = engine.poll, threading.current_thread()
+
+    def slow() -> Any:
+        acks = poll()
+        if acks and threading.current_thread() is not scheduler:
+            taken.set()
+            time.sleep(0.2)
+        return acks
+
+    monkeypatch.setattr(engine, "poll", slow)
+    assert b.linker.load("r", b.transfer(keys, [5, 6]))
+    index = b.linker.start_layer_wise_loading()
+    b.linker.weights_change()
+    event.reached = True
+    assert taken.wait(20.0)
+    assert b.linker.finish_layer_wise_loading(index)
+    assert [b.bytes_of(page) for page in (5, 6)] == expected
+    assert b.linker._rotation.join(30)

@@ -116,6 +116,20 @@ def test_branches_resume_where_a_prompt_was_seen_to_leave(engine: Any, prompt: A
     assert restored["host"] == 320 and agree(restored, own)
 
 
+@pytest.mark.long
+def test_a_branch_of_what_the_engine_has_is_kept(engine: Any, prompt: Any) -> None:
+    """The engine takes the window back into pages that its tree has offered before, and offers them no more."""
+    stem = prompt(9, 325)
+    asked = [[*stem, *prompt(80 + branch, 90)] for branch in range(3)]
+    right = [right_of(engine, one, 0) for one in asked]
+    for one, computed in zip(asked[:2], right[:2], strict=True):  # one after the other, without a flush
+        (out,) = engine.host.generate(one)
+        assert out["host"] == 0 and alike(out, computed)
+    own = right_of(engine, asked[2], 320)
+    (restored,) = engine.host.generate(asked[2])
+    assert restored["host"] == 320 and agree(restored, own) and alike(restored, right[2])
+
+
 def test_a_long_prompt_in_chunks_keeps_its_end(engine: Any, prompt: Any) -> None:
     asked = prompt(6, 1500)
     (cold,) = engine.host.generate(asked)

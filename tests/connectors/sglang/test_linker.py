@@ -244,6 +244,10 @@ def test_nothing_raises_into_the_scheduler(bench: Any, monkeypatch: pytest.Monke
             b.offload(keys_of(2, 9), [1, 2])
             assert b.linker.num_completed_offloads() >= 0
         b.linker.reset()
+    with monkeypatch.context() as patch:
+        patch.setattr(b.linker._requests._scopes, "of", broken)
+        assert b.lookup("r", keys) == 0 and not b.offload(keys_of(2, 9), [1, 2])
+    b.linker.reset()
     assert b.lookup("again", keys) == 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -291,6 +292,8 @@ def test_states_in_engines_that_were_not_proved_are_refused() -> None:
             self.get_kvcache = lambda: pool
 
     device, requests = states()
+    lazy = copy.copy(requests)
+    lazy.enable_mamba_extra_buffer_lazy = True
     good = {
         "is_eagle": False, "mtp_draft_device_pools": (), "sidecar_draft_device_pools": (), "mtp_draft_mamba_pools": (),
         "token_to_kv_pool_allocator": TokenToKVPoolAllocator(device), "req_to_token_pool": requests,
@@ -301,10 +304,11 @@ def test_states_in_engines_that_were_not_proved_are_refused() -> None:
     for ranks, changed, word in (
         (2, {}, "tensor parallelism"), (1, {"tree_core_backend": "python"}, "python, not rust"),
         (1, {"enable_mamba_extra_buffer": False}, "no extra buffer"),
+        (1, {"req_to_token_pool": lazy}, "extra buffer is lazy"),
     ):  # fmt: skip
         with pytest.raises(IdentityError, match=f"states beside their KV.*{word}.*not proved"):
             refuse(SimpleNamespace(tp_size=ranks), SimpleNamespace(**{**good, **changed}))
-        refuse(SimpleNamespace(tp_size=ranks), SimpleNamespace(**{**good, **plain, **changed}))
+        refuse(SimpleNamespace(tp_size=ranks), SimpleNamespace(**{**good, **changed, **plain}))
 
 
 def test_pools_that_would_lose_a_part_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

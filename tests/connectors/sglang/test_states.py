@@ -347,6 +347,34 @@ def test_a_state_that_waits_for_its_copy_while_its_tenant_is_purged_is_not_store
     assert found(b, "t", keys, salt=salt) == [8]
 
 
+def test_copies_keep_no_more_states_than_the_engine_can_spare(stateful: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 slots, a request may need 5: its own, two that it tracks, the one in the tree that it goes on from, and one
+    to put in place of what it leaves there. While copies are slow, each of its chunks leaves one that waits. A node
+    without a state may be given one while it waits."""
+    b = stateful()
+
+    def offload(seed: int, state: int | None = 3) -> bool:
+        path = HEAD[:2]
+        return bool(b.offload(keys_of(2, seed), path, state=state, checkpoint=end(2), path=path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(b.linker._pages._engine, "poll", list)
+        assert [offload(seed, None if seed == 1 else 3) for seed in range(5)] == [True, True, True, False, False]
+        assert not b.settle()
+    assert b.linker.stats()["engine"]["events"]["stores_put_off"] == 2
+    assert settled(b) == [True] * 3
+    assert offload(3), "the tree offers it again"
+    assert settled(b) == [True] and found(b, "r", keys_of(2, 3)) == [2] and found(b, "s", keys_of(2, 4)) == []
+
+
+def test_a_pool_that_has_no_state_to_spare_is_refused(stateful: Any) -> None:
+    from kvtier.errors import IdentityError
+
+    stateful(slots=6)
+    with pytest.raises(IdentityError, match="max-mamba-cache-size 6"):
+        stateful(slots=5)
+
+
 @pytest.mark.parametrize("session", [None, "kept"])
 def test_a_request_that_waits_for_its_blocks_holds_no_slot_of_the_engines_states(
     stateful: Any, monkeypatch: pytest.MonkeyPatch, session: str | None
@@ -359,8 +387,9 @@ def test_a_request_that_waits_for_its_blocks_holds_no_slot_of_the_engines_states
 
     from kvtier.connectors.sglang.hooks import _add_one_req
 
-    b = stateful(slots=3)
+    b = stateful()
     allocator, admitted = b.requests.mamba_allocator, []
+    allocator.alloc(allocator.available_size() - 3)
     free = allocator.available_size()
     tree = SimpleNamespace(linker=SimpleNamespace(cache_linker=b.linker), req_to_token_pool=b.requests)
     adder = SimpleNamespace(tree_cache=tree, can_run_list=[])

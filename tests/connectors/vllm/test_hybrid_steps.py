@@ -104,6 +104,26 @@ def test_a_boundary_that_waits_for_its_copy_when_its_tenant_is_purged_is_not_sto
     engine.check()
 
 
+@pytest.mark.parametrize("windows", [[], [(20, 2)]], ids=["one group", "windows"])
+@pytest.mark.parametrize("over", [True, False], ids=["over", "goes on"])
+def test_what_a_step_under_way_makes_for_a_request_that_is_over_when_its_tenant_is_purged_is_not_stored(
+    make: Make, windows: list[tuple[int, int]], over: bool
+) -> None:
+    """The client went away while the step was under way, and the purge came before its end."""
+    engine, asked = make(windows, async_scheduling=True), prompt(12, 64)
+    name = engine.add(asked, 1)
+    engine.step()
+    assert engine.queue, "the step is under way"
+    if over:
+        engine.abort(name)
+    engine.cache.purge()
+    engine.run()
+    assert (engine.cache.stats()["g2"]["blocks"] == 0) == over
+    assert warm(engine, asked) == (0 if over else 56)
+    assert warm(engine, asked) > 0, "what was computed since then is stored"
+    engine.check()
+
+
 def test_windows_that_are_evicted_while_they_are_pinned_are_a_miss(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -212,6 +232,24 @@ def test_requests_with_adapters_are_cached_where_there_is_one_group_only(
         assert engine.answers[name][60:] == engine.right(asked, 1)
         assert engine.reset()
     assert engine.half.counters["blocks_stored"] == stored
+    engine.check()
+
+
+def test_a_request_with_an_adapter_is_not_cached_whatever_else_went_wrong_with_it(
+    make: Make, tmp_path: Path, write_adapter: Callable[[Path, int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its names could not be read when it came."""
+    engine = make([(20, 2)])
+    adapter = LoRARequest("tuned", 1, str(write_adapter(tmp_path / "adapter", 1)))
+
+    def broken(*_: Any) -> int:
+        raise RuntimeError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compat, "agreed", broken)
+        engine.add(prompt(15, 60), 1, lora=adapter)
+    engine.run()
+    assert engine.half.counters["blocks_stored"] == 0
     engine.check()
 
 

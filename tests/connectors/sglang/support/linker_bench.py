@@ -51,7 +51,7 @@ def states(page: int = PAGE, slots: int = 8, latent: bool = False, tracks: bool 
         tp_world_size=1, intermediate_size=64, n_groups=1, num_heads=4, head_dim=16, state_size=8, conv_kernel=4
     )
     requests = HybridReqToTokenPool(
-        size=4, mamba_size=slots, mamba_spec_state_size=0, max_context_len=128, device="cpu",
+        size=1, mamba_size=slots, mamba_spec_state_size=0, max_context_len=128, device="cpu",
         enable_memory_saver=False, cache_params=Mamba2CacheParams(shape=shape, layers=[0, 2]), mamba_layer_ids=[0, 2],
         enable_mamba_extra_buffer=tracks,
     )  # fmt: skip
