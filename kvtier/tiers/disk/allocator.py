@@ -110,10 +110,10 @@ class Segments:
 
     def save(self) -> None:
         """Write the changed segments; `count` is the caller's to write. Hands over drained ones, in slices."""
-        for number in list(self.draining):
+        for number, promise in list(self.draining.items()):
             record = self._record(number)
-            stays = record.used > 0 and self._room_in(number) == 0  # guests beyond the capacity: they leave first
-            if record.used <= self.guests.of(number) and not stays:
+            fits = any(one and self._geometry.slots_of(number, one) for one in (promise.slot_class, record.slot_class))
+            if record.used <= self.guests.of(number) and (fits or not record.used):  # else they leave first
                 self._hand_over(number)
         for number in self._changed:
             self._txn.put(number_key(SEGMENTS, number), self._known[number].encode())

@@ -471,3 +471,22 @@ def test_a_segment_that_was_to_be_filled_and_is_cut_now_hands_out_no_slot(tmp_pa
         assert store.classes.put((1, number)) is Stored.STORED
     store.index.check()
     assert store.index.usage()[0] == 32
+
+
+def test_a_segment_too_short_for_its_size_goes_to_another_with_the_guests_that_are_within(tmp_path: Path) -> None:
+    """They stay: puts of the other size waited for them to leave."""
+    store = Shrinking(tmp_path, 1, 16 * SLOT_ALIGN)
+    classes, kept = store.classes, [name_of((3, 0))]
+    assert classes.put((3, 0)) is Stored.STORED
+    store.index.transact(partial(WriteTxn.retain, names=kept, until=KEPT, served=None, wall_s=NOW))
+    assert store.index.transact(lambda txn: txn.segments.drain(0, 3, Promise(5, 50)))
+    store.index.transact(lambda txn: drain.evict(txn, kept, NOW))
+    assert classes.class_of(0) == 5
+    store.resize(4 * SLOT_ALIGN)
+    assert store.finish()
+    for _ in range(100):
+        if found := classes.transact(lambda txn: classes.try_put(txn, (1, 0))):
+            break
+    assert found is Stored.STORED and classes.class_of(0) == 1
+    assert classes.resident(3, [0]) == 1
+    store.index.check()
