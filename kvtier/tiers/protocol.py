@@ -261,8 +261,8 @@ class Pinning(Protocol):
     async def pin(self, pin: Pin) -> None:
         """Retain blocks of the pin's chain that are here, now or later, until it ends; replaces a pin of that name."""
 
-    async def unpin(self, name: str) -> bool:
-        """End a pin; whether there was one."""
+    async def unpin(self, name: str, only: Pin | None = None) -> bool:
+        """End a pin, `only` this one where it is given: another replica may have replaced it. Whether it was there."""
 
     async def pins(self) -> list[Pin]:
         """The pins that have not ended."""

@@ -344,3 +344,31 @@ async def test_a_list_of_many_pins_lets_others_have_their_turn(monkeypatch: pyte
             most = max(most, asked - before)
         assert [pin.name for pin in listing.result()] == [f"p{number:02}" for number in range(40)]
         assert most == 1 and asked == 39 and turns >= 40
+
+
+def test_a_pin_that_another_process_has_extended_outlives_its_end_in_this_one(tmp_path: Path) -> None:
+    """Each process reads the others' pins every half minute only."""
+    clock = VirtualClock()
+    tiers = {"g2": {"capacity": 16 * BLOCK}, "g3": {"path": str(tmp_path), "capacity": 64 * BLOCK}}
+    config = kvtier.Config.parse({"tiers": tiers})
+
+    def tend(cache: kvtier.Cache, *, read_pins: bool) -> None:
+        cache._run(cache.manager.protection.tend(read_pins=read_pins))
+
+    with kvtier.open(config, NS, clock=clock) as one, kvtier.open(config, NS, clock=clock) as two:
+        put(one, KEYS)
+        one.pins.create("p", KEYS, 100)
+        tend(two, read_pins=True)
+        clock.advance(90)
+        one.pins.extend("p", 1000)
+        clock.advance(20)
+        tend(two, read_pins=False)
+        for cache in (one, two):
+            tend(cache, read_pins=True)
+            assert [pin.name for pin in cache.pins.list()] == ["p"]
+        clock.advance(2000)
+        for cache in (two, one, two):
+            tend(cache, read_pins=True)
+            assert cache.pins.list() == []
+        notebook = one.manager.hierarchy.notebook()
+        assert notebook is not None and not one._run(notebook.read_notes("pin/"))
