@@ -198,7 +198,7 @@ class Manager:
         with self.lock:
             if miss is Miss.CORRUPT:
                 self.accounts.losses.record(chain[hit], miss)
-            elif miss is not None:
+            elif miss is Miss.ABSENT:
                 miss = self._why(chain[hit], miss)
         lease = Lease(promoted.holds, promoted.found, miss, self.release, self._housekeeping.forget)
         try:
@@ -254,14 +254,16 @@ class Manager:
         *,
         insist: bool | None = None,
         work: Work | None = None,
+        passed: set[int] | None = None,
     ) -> tuple[list[Slot], int]:
         """FILLING slots for blocks start … stop-1 of `chain` that G2 lacks, as far as there is space.
 
         `terms` are the request's, for all its blocks or by depth. `keep` claims blocks that must not be evicted for
         these; with `insist` the policy may not refuse them: they are on their way to a lower tier (None: if one is
         healthy). Returns the slots and the index reached: blocks before it are reserved, or here already (then `terms`
-        are added, and those that the nearest lower tier lacks are queued for it), or another caller fills them. None of
-        a scope that was purged since `work` began (None: now). The caller copies, then commits or aborts each slot.
+        are added, and those that the nearest lower tier lacks are queued for it), or another caller fills them, under
+        other terms: `passed` gets their depths. None of a scope that was purged since `work` began (None: now). The
+        caller copies, then commits or aborts each slot.
         """
         self._usable()
         self._housekeeping.unpin_forgotten()
@@ -280,6 +282,8 @@ class Manager:
         finally:
             self.protection.claims.remove(promised)
             self.protection.release_guarantees(promised[reached - start :])
+        if passed is not None:
+            passed.update(out.passed)
         if out.present:
             self._housekeeping.record_use([chain[index] for index in out.present], time.stamp)
             self.demoter.stored_again(chain, out.present, out.widened)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import kvtier
-
 from kvtier.errors import InvalidRequest, TierError
 from kvtier.identity.keys import scope_of
 from kvtier.keyring import Keyring
