@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 from kvtier.identity.key_map import KeyMap
 from kvtier.identity.keys import BlockKey
@@ -23,6 +24,8 @@ from kvtier.times import Wall
 log = logging.getLogger(__name__)
 
 UNBOUNDED_BLOCKS = 1 << 40
+
+V = TypeVar("V")
 
 Times = tuple[Wall, Wall | None]
 """Until when to retain a block, and until when to serve it whatever its terms."""
@@ -52,7 +55,7 @@ class Retainer:
         self._most = 0
         self._below = KeyMap[Wall]()  # retained by the tier below, until when
         self._to_retain = KeyMap[None]()  # to be retained there, if they are there
-        self._to_release = KeyMap[None]()
+        self._to_release = KeyMap[Wall]()  # unless it retains them longer: another process wants them
         self.unheld = 0
         """Wanted blocks that G2 had no share left for: they may have left."""
 
@@ -122,8 +125,8 @@ class Retainer:
         """Nobody wants this block any more."""
         self._host.release_retained([key])
         self._to_retain.pop(key, None)
-        if self._below.pop(key, None) is not None:
-            self._to_release[key] = None
+        if (until := self._below.pop(key, None)) is not None:
+            self._to_release[key] = until
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -156,7 +159,7 @@ class Retainer:
         tier = self._tier
         if tier is None:
             with self._lock:
-                if dropped := [waiting for waiting in (self._to_retain, self._to_release) if waiting]:
+                if dropped := (self._to_retain, self._to_release) if self._to_retain or self._to_release else ():
                     self._to_retain, self._to_release = KeyMap(), KeyMap()
             del dropped  # without the lock
             return
@@ -166,7 +169,7 @@ class Retainer:
         except FAILURES as error:
             log.debug("%s retains nothing now: %s", self._tier_name, error)
 
-    async def _pass_on(self, waiting: KeyMap[None], tell: Callable[[Sequence[BlockKey]], Awaitable[None]]) -> None:
+    async def _pass_on(self, waiting: KeyMap[V], tell: Callable[[Mapping[BlockKey, V]], Awaitable[None]]) -> None:
         """Tell the tier of the blocks that wait now. Those that it was not told of wait again."""
         left = len(waiting)
         while left > 0:
@@ -178,18 +181,19 @@ class Retainer:
             try:
                 await tell(part)
             except BaseException:
-                for again in slices(part):
+                for again in slices(list(part)):
                     with self._lock:
-                        waiting.set_all(again, None)
+                        for key in again:
+                            waiting[key] = part[key]
                 raise
 
-    async def _release_below(self, tier: Retaining, keys: Sequence[BlockKey]) -> None:
+    async def _release_below(self, tier: Retaining, untils: Mapping[BlockKey, Wall]) -> None:
         async with asyncio.timeout(CALL_S):
-            await tier.release_retained(keys)
+            await tier.release_retained(list(untils), list(untils.values()))
 
-    async def _ask_below(self, tier: Retaining, keys: Sequence[BlockKey]) -> None:
+    async def _ask_below(self, tier: Retaining, keys: Iterable[BlockKey]) -> None:
         groups: dict[Times, list[BlockKey]] = {}
-        for part in slices(keys, MOVED_BLOCKS):
+        for part in slices(list(keys), MOVED_BLOCKS):
             with self._lock:
                 for times, wanted in self._by_time(part).items():
                     groups.setdefault(times, []).extend(wanted)

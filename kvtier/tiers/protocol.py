@@ -236,8 +236,9 @@ class Retaining(Protocol):
         """Do not evict these blocks before wall time `until`; serve them until `served`, whatever their terms. Replaces
         an earlier call for the same block. Per key: whether it is here, and so retained."""
 
-    async def release_retained(self, keys: Sequence[BlockKey]) -> None:
-        """Undo `retain`. Keys that are not retained are ignored."""
+    async def release_retained(self, keys: Sequence[BlockKey], untils: Sequence[Wall] | None = None) -> None:
+        """Undo `retain`, of blocks that are retained no longer than these times say (None: however long): another
+        process may want them beyond. Keys that are not retained are ignored."""
 
     async def retained(self) -> Mapping[BlockKey, Wall]:
         """The namespace's retained blocks, and until when."""

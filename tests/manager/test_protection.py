@@ -357,12 +357,16 @@ def test_a_pin_that_another_process_has_extended_outlives_its_end_in_this_one(tm
 
     with kvtier.open(config, NS, clock=clock) as one, kvtier.open(config, NS, clock=clock) as two:
         put(one, KEYS)
+        one.flush()
         one.pins.create("p", KEYS, 100)
-        tend(two, read_pins=True)
+        for _ in range(2):  # learns of it, and has it retained below
+            tend(two, read_pins=True)
         clock.advance(90)
         one.pins.extend("p", 1000)
         clock.advance(20)
         tend(two, read_pins=False)
+        retained = one._run(one.manager.protection.retainer.known_below())
+        assert retained == dict.fromkeys(KEYS, clock.wall() + 980), "its end in two makes none evictable"
         for cache in (one, two):
             tend(cache, read_pins=True)
             assert [pin.name for pin in cache.pins.list()] == ["p"]
@@ -370,5 +374,6 @@ def test_a_pin_that_another_process_has_extended_outlives_its_end_in_this_one(tm
         for cache in (two, one, two):
             tend(cache, read_pins=True)
             assert cache.pins.list() == []
+        assert not one._run(one.manager.protection.retainer.known_below())
         notebook = one.manager.hierarchy.notebook()
         assert notebook is not None and not one._run(notebook.read_notes("pin/"))
