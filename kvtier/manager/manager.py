@@ -198,8 +198,7 @@ class Manager:
         with self.lock:
             if miss is Miss.CORRUPT:
                 self.accounts.losses.record(chain[hit], miss)
-            elif miss is Miss.ABSENT:
-                miss = self._why(chain[hit], miss)
+            miss = self._why(chain[hit], miss) if miss is Miss.ABSENT else miss
         lease = Lease(promoted.holds, promoted.found, miss, self.release, self._housekeeping.forget)
         try:
             await aside(hit, lambda: self._housekeeping.record_use(chain[:hit], time.stamp))
@@ -261,9 +260,8 @@ class Manager:
         `terms` are the request's, for all its blocks or by depth. `keep` claims blocks that must not be evicted for
         these; with `insist` the policy may not refuse them: they are on their way to a lower tier (None: if one is
         healthy). Returns the slots and the index reached: blocks before it are reserved, or here already (then `terms`
-        are added, and those that the nearest lower tier lacks are queued for it), or another caller fills them, under
-        other terms: `passed` gets their depths. None of a scope that was purged since `work` began (None: now). The
-        caller copies, then commits or aborts each slot.
+        are added, and those that the nearest lower tier lacks are queued for it), or `passed`: another caller fills
+        them. None of a scope that was purged since `work` began (None: now). The caller commits or aborts each slot.
         """
         self._usable()
         self._housekeeping.unpin_forgotten()
@@ -272,7 +270,7 @@ class Manager:
         if insist is None:
             insist = self.hierarchy.healthy()
         promised, reached = chain[start:stop] if asked.guarantees else (), start
-        out = ChainReservation(chain, time, work, keep, insist, self.promoter.take_over)
+        out = ChainReservation(chain, time, work, keep, insist, self.promoter.take_over, passed)
         self.protection.claims.add(promised)
         try:
             if promised:
@@ -282,8 +280,6 @@ class Manager:
         finally:
             self.protection.claims.remove(promised)
             self.protection.release_guarantees(promised[reached - start :])
-        if passed is not None:
-            passed.update(out.passed)
         if out.present:
             self._housekeeping.record_use([chain[index] for index in out.present], time.stamp)
             self.demoter.stored_again(chain, out.present, out.widened)
