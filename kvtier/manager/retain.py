@@ -30,7 +30,7 @@ V = TypeVar("V")
 Times = tuple[Wall, Wall | None]
 """Until when to retain a block, and until when to serve it whatever its terms."""
 
-_NEVER = Wall("-inf")
+_NEVER, _FOREVER = Wall("-inf"), Wall("inf")
 _ASKED_BLOCKS = 1024  # that the tier below is to retain in one call
 
 
@@ -136,8 +136,8 @@ class Retainer:
             await self._lost(list(self._below), {})
 
     async def drop_stale(self) -> list[BlockKey]:
-        """Find the blocks that the tier below has lost; G2 retains again those that it has. Returns those that are
-        nowhere. Raises the tier's errors."""
+        """Find the blocks that the tier below has lost, or retains for less, as another process asked; it is to retain
+        them again, and G2 those lost ones that it has. Returns those that are nowhere. Raises the tier's errors."""
         if self._tier is None or not self._below:
             return []
         before = list(self._below)  # at once, in C: no lock
@@ -148,8 +148,9 @@ class Retainer:
         for part in slices(keys, MOVED_BLOCKS):
             with self._lock:
                 gone = [key for key in part if key not in retained and self._below.pop(key, None) is not None]
+                shorter = [key for key in part if retained.get(key, _FOREVER) < self._below.get(key, _NEVER)]
                 self.retain(gone)
-                self._to_retain.set_all(gone, None)
+                self._to_retain.set_all(gone + shorter, None)
                 nowhere += [key for key in gone if key not in self._host.index]
             await asyncio.sleep(0)
         return nowhere

@@ -377,3 +377,19 @@ def test_a_pin_that_another_process_has_extended_outlives_its_end_in_this_one(tm
         assert not one._run(one.manager.protection.retainer.known_below())
         notebook = one.manager.hierarchy.notebook()
         assert notebook is not None and not one._run(notebook.read_notes("pin/"))
+
+
+def test_a_guarantee_of_another_process_shortens_none_of_this_one_s(tmp_path: Path) -> None:
+    """What is retained below is one record for all processes: the last to ask replaces it."""
+    classes = {"hour": {"ttl": "1h", "guarantee": True}, "brief": {"ttl": "100s", "guarantee": True}}
+    clock = VirtualClock()
+    tiers = {"g2": {"capacity": 16 * BLOCK}, "g3": {"path": str(tmp_path), "capacity": 64 * BLOCK}}
+    config = kvtier.Config.parse({"tiers": tiers, "retention": {"classes": classes}})
+    with kvtier.open(config, NS, clock=clock) as one, kvtier.open(config, NS, clock=clock) as two:
+        for cache, retention in ((one, "hour"), (two, "brief")):
+            cache.put(KEYS, payloads_of(KEYS, BLOCK), retention)
+            cache.flush()
+        for _ in range(2):
+            one._run(one.manager.protection.tend(read_pins=True))
+        retained = one._run(one.manager.protection.retainer.known_below())
+        assert set(retained) == set(KEYS) and min(retained.values()) >= clock.wall() + 3600
