@@ -108,7 +108,8 @@ class Sweeper:
     async def tidy(self) -> None:
         """Delete old deltas, and pins that have ended for everybody. Raises TierError."""
         await self._store.refresh()  # with an old list a pin that was put anew since would be deleted
-        await self._store.pins.sweep(await self._deletion_time())
+        if self._store.pins:
+            await self._store.pins.sweep(await self._deletion_time())
         await self._store.deltas.sweep()
 
     def about(self, seconds: float) -> float:
