@@ -10,12 +10,11 @@ from kvtier.errors import InvalidRequest
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.manager import Manager
 from kvtier.manager.put_guarantee import PutGuarantee
-from kvtier.manager.slices import SLICE_BLOCKS, slices
+from kvtier.manager.slices import SLICE_BLOCKS
 from kvtier.manager.work import Work
 from kvtier.retention.ranges import ChainTerms
 from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.host.slot import Slot, SlotState, copy_in
-from kvtier.tiers.protocol import Miss
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -63,7 +62,7 @@ class Put:
         self._below = 0  # blocks before it were seen in the lower tier: nobody need ask for them again
         self._waiting: set[int] = set()  # depths of `_alone` that found no space in a queue
         self._tried: set[int] = set()  # depths that a queue has accepted
-        self._loading: set[int] = set()  # depths that a load was filling when they were reached
+        self._passed: set[int] = set()  # depths that another caller was filling when they were reached
         self._guarantee: PutGuarantee | None = None  # from the first step on
         self._ended = False
         self._turn = threading.Lock()  # held by the step that runs
@@ -129,6 +128,7 @@ class Put:
             manager.finish_put(chain)  # before its blocks are stored: else the policy gives each a rank of its own
             version = manager.space.version
         else:
+            self._take_up_passed()
             self._below = self._demoter.below(chain, self._below, self._reached)
             self._waiting = self._demoter.demote_rest(chain, self._reached, self._tried, self._below)
             # In this order: a block that comes down after `alone` was asked for wakes the wait. Pins that
@@ -141,30 +141,44 @@ class Put:
             if wait:
                 stop = min(stop, self._reached + self._demoter.space())
             if self._reached < stop:
-                self._store(stop, wait)
+                self._reached = self._store(self._reached, stop, wait)
                 if self._reached == stop < len(chain):
                     continue
             if wait and not self._purged() and (self._reached < len(chain) or self._waiting):
                 return version
             break
+        if self._take_up_passed():
+            self._waiting = self._demoter.demote_rest(chain, self._reached, self._tried, self._below)
         self._end()
         return None
+
+    def _take_up_passed(self) -> bool:
+        """Of the blocks that were passed over, those that are there now are given these terms, too, and those that were
+        given up are stored. Whether there were any."""
+        passed, self._passed = sorted(self._passed), set()
+        before = len(passed)
+        while passed and not self._cancelled and not self._purged():
+            first, most = passed[0], self._step_blocks
+            count = next((at for at, depth in enumerate(passed[:most]) if depth != first + at), len(passed[:most]))
+            reached = self._store(first, first + count, self._wait and self._manager.hierarchy.healthy())
+            if reached < first + count:
+                break
+            del passed[:count]
+        self._passed.update(passed)
+        return len(self._passed) < before
 
     def _purged(self) -> bool:
         with self._manager.lock:
             return self._work.lost(self._chain[:1])
 
-    def _store(self, stop: int, wait: bool) -> None:
-        """Store blocks up to depth `stop`, as far as there is space; sets `_reached`."""
-        manager, chain, first = self._manager, self._chain, self._reached
+    def _store(self, first: int, stop: int, wait: bool) -> int:
+        """Store blocks first … stop-1, as far as there is space; returns the depth reached."""
+        manager, chain = self._manager, self._chain
         self._alone |= self._demoter.alone(chain, stop, first)
-        slots, self._reached = manager.reserve(
-            chain, first, stop, self._terms, self._claims, insist=wait, work=self._work
+        slots, reached = manager.reserve(
+            chain, first, stop, self._terms, self._claims, insist=wait, work=self._work, passed=self._passed
         )
         stored = {slot.index for slot in slots}
-        with manager.lock:
-            passed = (depth for depth in range(first, self._reached) if depth not in stored)
-            self._loading.update(depth for depth in passed if chain[depth] not in manager.host.index)
         generations = [slot.generation for slot in slots]
         try:
             self._copy(slots, generations)
@@ -178,6 +192,7 @@ class Put:
         self._alone.update(refused)
         self._waiting.update(depth for depth in refused if depth < self._demoter.demotable(len(chain)))
         self._tried |= stored.difference(refused)
+        return reached
 
     def _claims(self, key: BlockKey) -> bool:
         """Whether this put's own tail must not evict a block."""
@@ -212,9 +227,5 @@ class Put:
             return
         manager, chain = self._manager, self._chain
         manager.finish_put(chain, dropped=len(self._waiting) if manager.lower else 0)
-        now, pending = manager.hierarchy.clock.wall(), list[int]()
-        for part in slices(sorted(self._loading)):
-            with manager.lock:
-                pending += [depth for depth in part if manager.host.peek(chain[depth], now) is Miss.PENDING]
         self._guarantee.end(self._start if self._cancelled else self._reached)
-        self.accepted = min([self._reached, *pending]) - self._start
+        self.accepted = min([self._reached, *self._passed]) - self._start

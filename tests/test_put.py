@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 import kvtier
 from kvtier import put as put_module
+from kvtier.clock import SystemClock
 from kvtier.manager.put_guarantee import PutGuarantee
+from kvtier.retention.terms import Depth, Terms
 from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payload_of, sample_namespace
 from kvtier.tiers.host.index import SlotIndex
+from kvtier.tiers.host.slot import Slot, copy_in
 from kvtier.tiers.protocol import Sealed, Stored
+from kvtier.times import Mono
 from tests.support.waiting import until
 
 MIB = 1 << 20
@@ -201,3 +206,43 @@ async def test_a_block_that_is_put_again_is_renewed_in_every_tier_and_counts_as_
         assert await cache.match(chain) == 6, "renewed at each of 0, 3000, 6000 and 9000 s"
         clock.advance(601)
         assert await cache.match(chain) == 0
+
+
+@pytest.mark.parametrize("end", ["published", "given up"])
+def test_blocks_that_another_caller_fills_have_these_terms_too_or_are_stored(
+    monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """The other, a put or a load, ends after this put has passed its blocks over."""
+    chain, tier = chain_of(NS, 4), MemoryTier(NS, SystemClock())
+    with kvtier.open(kvtier.Config.parse(CONFIG), NS, tiers=[tier]) as cache:
+        manager, buffers = cache.manager, buffers_of(chain)
+        slots, _ = manager.reserve(chain, 0, 3, Terms("ram", ttl=60, ceiling=Depth.G2))
+        generations, reserve = [slot.generation for slot in slots], manager.reserve
+
+        def reserved(*arguments: Any, **named: Any) -> tuple[list[Slot], int]:
+            monkeypatch.undo()
+            result = reserve(*arguments, **named)
+            if end == "published":
+                for slot, buffer in zip(slots, buffers, strict=False):
+                    copy_in(slot.pieces, memoryview(buffer))
+                manager.commit(chain, slots, generations)
+            else:
+                manager.abort(slots, generations)
+            return result
+
+        monkeypatch.setattr(manager, "reserve", reserved)
+        assert cache.put(chain, buffers) == 4
+        with cache.get(chain) as hit:
+            assert [bytes(block) for block in hit.blocks] == buffers
+        cache.flush()
+        assert cache._run(tier.lookup(chain, range(3), Mono(SystemClock().monotonic() + 1))) == [None] * 3
+        cache.check()
+
+
+def test_blocks_that_another_caller_still_fills_at_the_end_are_not_counted() -> None:
+    chain = chain_of(NS, 4)
+    with kvtier.open(kvtier.Config.parse(CONFIG), NS, tiers=[]) as cache:
+        slots, _ = cache.manager.reserve(chain, 1, 2, Terms("t"))
+        assert cache.put(chain, buffers_of(chain)) == 1
+        cache.manager.abort(slots, [slot.generation for slot in slots])
+        assert cache.put(chain, buffers_of(chain)) == 4

@@ -43,12 +43,13 @@ class KeyMap(MutableMapping[BlockKey, V]):
     def __len__(self) -> int:
         return self._count
 
-    def take(self, most: int) -> list[BlockKey]:
+    def take(self, most: int) -> dict[BlockKey, V]:
         """Take out so many blocks, whichever these are, or all."""
-        taken: list[BlockKey] = []
+        taken: dict[BlockKey, V] = {}
         for part in self._parts:
             while part and len(taken) < most:
-                taken.append(part.popitem()[0])
+                key, value = part.popitem()
+                taken[key] = value
         self._count -= len(taken)
         return taken
 

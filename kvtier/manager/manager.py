@@ -198,8 +198,7 @@ class Manager:
         with self.lock:
             if miss is Miss.CORRUPT:
                 self.accounts.losses.record(chain[hit], miss)
-            elif miss is not None:
-                miss = self._why(chain[hit], miss)
+            miss = self._why(chain[hit], miss) if miss is Miss.ABSENT else miss
         lease = Lease(promoted.holds, promoted.found, miss, self.release, self._housekeeping.forget)
         try:
             await aside(hit, lambda: self._housekeeping.record_use(chain[:hit], time.stamp))
@@ -254,14 +253,15 @@ class Manager:
         *,
         insist: bool | None = None,
         work: Work | None = None,
+        passed: set[int] | None = None,
     ) -> tuple[list[Slot], int]:
         """FILLING slots for blocks start … stop-1 of `chain` that G2 lacks, as far as there is space.
 
         `terms` are the request's, for all its blocks or by depth. `keep` claims blocks that must not be evicted for
         these; with `insist` the policy may not refuse them: they are on their way to a lower tier (None: if one is
         healthy). Returns the slots and the index reached: blocks before it are reserved, or here already (then `terms`
-        are added, and those that the nearest lower tier lacks are queued for it), or another caller fills them. None of
-        a scope that was purged since `work` began (None: now). The caller copies, then commits or aborts each slot.
+        are added, and those that the nearest lower tier lacks are queued for it), or `passed`: another caller fills
+        them. None of a scope that was purged since `work` began (None: now). The caller commits or aborts each slot.
         """
         self._usable()
         self._housekeeping.unpin_forgotten()
@@ -270,7 +270,7 @@ class Manager:
         if insist is None:
             insist = self.hierarchy.healthy()
         promised, reached = chain[start:stop] if asked.guarantees else (), start
-        out = ChainReservation(chain, time, work, keep, insist, self.promoter.take_over)
+        out = ChainReservation(chain, time, work, keep, insist, self.promoter.take_over, passed)
         self.protection.claims.add(promised)
         try:
             if promised:

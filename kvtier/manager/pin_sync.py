@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 
 from kvtier.checksum import DIGEST_BYTES
@@ -37,6 +38,7 @@ class PinSync:
         self._cached: dict[str, tuple[bytes, list[Pin]]] = {}  # as last read: digest, pins
         self.unwritten: set[str] = set()
         """Names whose pin, or whose end, is not on its medium yet. Under the lock."""
+        self._ended: dict[str, Pin] = {}  # of those, pins that a time or a purge ended: another of the name stays
         self._missed: set[str] = set()  # names that a tier has missed which is left out
 
     def open(self) -> None:
@@ -47,31 +49,54 @@ class PinSync:
         self._notebook = self._hierarchy.notebook()
         self._shared = [shared for tier in self._hierarchy.lower.values() if (shared := tier.pinning()) is not None]
 
+    def note_ended(self, pins: Iterable[Pin]) -> None:
+        """These pins' time is over, or they were purged: so are they on their media, unless they were replaced there.
+        Under the lock."""
+        for pin in pins:
+            self.unwritten.add(pin.name)
+            self._ended[pin.name] = pin
+
+    def note_deleted(self, name: str) -> None:
+        """Somebody wants no pin of this name on any medium. Under the lock."""
+        self.unwritten.add(name)
+        self._ended.pop(name, None)
+
     async def write(self, names: Iterable[str]) -> bool:
         """Bring these pins, or their ends, to every medium; those of a tier that fails stay `unwritten`. Returns
         whether a shared tier had one of the pins that ended."""
         there = False
         for name in names:
             with self._lock:
-                pin = self._pins.get(name)
+                pin, ended = self._pins.get(name), self._ended.get(name)
             try:
-                if self._notebook is not None:
+                if self._notebook is not None and (pin is not None or await self._notes(name, ended)):
                     note = await aside(len(pin.chain), partial(encode, [pin])) if pin is not None else None
                     await self._notebook.write_note(_PREFIX + name, note)
                 for tier in self._shared:
                     if pin is not None:
                         await tier.pin(pin)
                     else:
-                        there |= await tier.unpin(name)
+                        there |= await tier.unpin(name, ended)
             except FAILURES as error:
                 log.warning("a pin is not on every medium yet: %s", error)  # its name may be a client's
                 continue
             with self._lock:
                 if self._pins.get(name) is pin:
                     self.unwritten.discard(name)
+                    self._ended.pop(name, None)
                 if self._hierarchy.lower.out:
                     self._missed.add(name)
         return there
+
+    async def _notes(self, name: str, ended: Pin | None) -> bool:
+        """Whether the note of this name is to go: it is the pin's that ended, or damaged; None: whatever it is."""
+        if ended is None or self._notebook is None:
+            return True
+        raw = (await self._notebook.read_notes(_PREFIX + name)).get(_PREFIX + name)
+        try:
+            return raw is None or all(replace(pin, position=ended.position) == ended for pin in decode(raw))
+        except CorruptError:
+            return True
 
     async def merge(self) -> list[Pin]:
         """End the pins that ended elsewhere, and enter those that were made there; returns these, which do not cover
@@ -89,7 +114,7 @@ class PinSync:
                 if pin.name in self.unwritten or self._pins.get(pin.name) == pin:
                     continue
                 if pin.until < wall_s or host.refusals.purged_until(scope_of_key(pin.chain[0])) >= pin.created:
-                    self.unwritten.add(pin.name)
+                    self.note_ended([pin])
                     continue
                 self._pins.enter(pin)
                 entered.append(pin)

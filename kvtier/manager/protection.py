@@ -209,7 +209,7 @@ class Protection:
     def purge(self, scopes: Mapping[Scope, Wall]) -> None:
         """Scopes were purged: their pins made until then end now, and their guarantees in `expire`: the
         blocks are misses meanwhile. Under the lock; O(pins)."""
-        self._sync.unwritten.update(self.pins.end_scopes(scopes))
+        self._sync.note_ended(self.pins.end_scopes(scopes))
         if self._terms:
             self._purged.update((tenant_of(scope), before) for scope, before in scopes.items())
 
@@ -283,7 +283,7 @@ class Protection:
             with self._lock:
                 pin = self.pins.get(name)
                 there = self.pins.end(name)
-                self._sync.unwritten.add(name)
+                self._sync.note_deleted(name)
             await self.expire(None)
             free = list[BlockKey]()
             for part in slices(pin.chain if drop and pin is not None else ()):
@@ -369,7 +369,7 @@ class Protection:
         """End what is over at `wall_s` (None: only what was purged or ended before), a slice at each step."""
         if wall_s is not None:
             with self._lock:
-                self._sync.unwritten.update(self.pins.end_due(wall_s))
+                self._sync.note_ended(self.pins.end_due(wall_s))
         while wall_s is not None and self.guarantees.due(wall_s):
             with self._lock:
                 for key in self.guarantees.expire(wall_s, MOVED_BLOCKS):

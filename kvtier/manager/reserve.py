@@ -27,7 +27,7 @@ class ChainReservation:
     `work` is the verb's: what was purged since it began is not taken in. `keep` claims blocks that must not be evicted
     for these; with `insist` the policy may not refuse them. `stuck` makes a block absent that another caller fills, if
     that is stuck, and says whether it is. `slots` are FILLING and the caller's; at `present` depths G2 has the block,
-    at `widened` ones with longer terms than before.
+    at `widened` ones with longer terms than before; `passed` gets the depths of those that another caller fills.
     """
 
     chain: Sequence[BlockKey]
@@ -36,6 +36,7 @@ class ChainReservation:
     keep: Callable[[BlockKey], bool] | None
     insist: bool
     stuck: Callable[[BlockKey], bool] = lambda _: False
+    passed: set[int] | None = None
     slots: list[Slot] = field(default_factory=list)
     present: list[int] = field(default_factory=list)
     widened: list[int] = field(default_factory=list)
@@ -103,7 +104,9 @@ class ChainReservation:
                 key = chain[index]
                 losses.record(key, Miss.QUOTA if host.quota.full(key) else Miss.NO_ROOM)
                 return index
-            if not numbers and not self.stuck(chain[index]):  # another caller fills it
+            if not numbers and not self.stuck(chain[index]):
+                if self.passed is not None:
+                    self.passed.add(index)
                 index += 1
         return stop
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 from kvtier.identity.key_map import KeyMap
 from kvtier.identity.keys import BlockKey
@@ -24,10 +25,12 @@ log = logging.getLogger(__name__)
 
 UNBOUNDED_BLOCKS = 1 << 40
 
+V = TypeVar("V")
+
 Times = tuple[Wall, Wall | None]
 """Until when to retain a block, and until when to serve it whatever its terms."""
 
-_NEVER = Wall("-inf")
+_NEVER, _FOREVER = Wall("-inf"), Wall("inf")
 _ASKED_BLOCKS = 1024  # that the tier below is to retain in one call
 
 
@@ -52,7 +55,7 @@ class Retainer:
         self._most = 0
         self._below = KeyMap[Wall]()  # retained by the tier below, until when
         self._to_retain = KeyMap[None]()  # to be retained there, if they are there
-        self._to_release = KeyMap[None]()
+        self._to_release = KeyMap[Wall]()  # unless it retains them longer: another process wants them
         self.unheld = 0
         """Wanted blocks that G2 had no share left for: they may have left."""
 
@@ -122,8 +125,8 @@ class Retainer:
         """Nobody wants this block any more."""
         self._host.release_retained([key])
         self._to_retain.pop(key, None)
-        if self._below.pop(key, None) is not None:
-            self._to_release[key] = None
+        if (until := self._below.pop(key, None)) is not None:
+            self._to_release[key] = until
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -133,8 +136,8 @@ class Retainer:
             await self._lost(list(self._below), {})
 
     async def drop_stale(self) -> list[BlockKey]:
-        """Find the blocks that the tier below has lost; G2 retains again those that it has. Returns those that are
-        nowhere. Raises the tier's errors."""
+        """Find the blocks that the tier below has lost, or retains for less, as another process asked; it is to retain
+        them again, and G2 those lost ones that it has. Returns those that are nowhere. Raises the tier's errors."""
         if self._tier is None or not self._below:
             return []
         before = list(self._below)  # at once, in C: no lock
@@ -145,8 +148,9 @@ class Retainer:
         for part in slices(keys, MOVED_BLOCKS):
             with self._lock:
                 gone = [key for key in part if key not in retained and self._below.pop(key, None) is not None]
+                shorter = [key for key in part if retained.get(key, _FOREVER) < self._below.get(key, _NEVER)]
                 self.retain(gone)
-                self._to_retain.set_all(gone, None)
+                self._to_retain.set_all(gone + shorter, None)
                 nowhere += [key for key in gone if key not in self._host.index]
             await asyncio.sleep(0)
         return nowhere
@@ -156,7 +160,7 @@ class Retainer:
         tier = self._tier
         if tier is None:
             with self._lock:
-                if dropped := [waiting for waiting in (self._to_retain, self._to_release) if waiting]:
+                if dropped := (self._to_retain, self._to_release) if self._to_retain or self._to_release else ():
                     self._to_retain, self._to_release = KeyMap(), KeyMap()
             del dropped  # without the lock
             return
@@ -166,7 +170,7 @@ class Retainer:
         except FAILURES as error:
             log.debug("%s retains nothing now: %s", self._tier_name, error)
 
-    async def _pass_on(self, waiting: KeyMap[None], tell: Callable[[Sequence[BlockKey]], Awaitable[None]]) -> None:
+    async def _pass_on(self, waiting: KeyMap[V], tell: Callable[[Mapping[BlockKey, V]], Awaitable[None]]) -> None:
         """Tell the tier of the blocks that wait now. Those that it was not told of wait again."""
         left = len(waiting)
         while left > 0:
@@ -178,18 +182,19 @@ class Retainer:
             try:
                 await tell(part)
             except BaseException:
-                for again in slices(part):
+                for again in slices(list(part)):
                     with self._lock:
-                        waiting.set_all(again, None)
+                        for key in again:
+                            waiting[key] = part[key]
                 raise
 
-    async def _release_below(self, tier: Retaining, keys: Sequence[BlockKey]) -> None:
+    async def _release_below(self, tier: Retaining, untils: Mapping[BlockKey, Wall]) -> None:
         async with asyncio.timeout(CALL_S):
-            await tier.release_retained(keys)
+            await tier.release_retained(list(untils), list(untils.values()))
 
-    async def _ask_below(self, tier: Retaining, keys: Sequence[BlockKey]) -> None:
+    async def _ask_below(self, tier: Retaining, keys: Iterable[BlockKey]) -> None:
         groups: dict[Times, list[BlockKey]] = {}
-        for part in slices(keys, MOVED_BLOCKS):
+        for part in slices(list(keys), MOVED_BLOCKS):
             with self._lock:
                 for times, wanted in self._by_time(part).items():
                     groups.setdefault(times, []).extend(wanted)

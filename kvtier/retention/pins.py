@@ -183,18 +183,18 @@ class Pins:
             self._ended.append((number, pin.chain, len(pin.chain)))
         return pin is not None
 
-    def end_due(self, wall_s: Wall) -> list[str]:
-        """End the pins whose time is over; returns their names. O(pins)."""
-        names = [pin.name for pin in self._pins.values() if pin.until < wall_s]
-        return [name for name in names if self.end(name)]
+    def end_due(self, wall_s: Wall) -> list[Pin]:
+        """End the pins whose time is over, and return them. O(pins)."""
+        due = [pin for pin in self._pins.values() if pin.until < wall_s]
+        return [pin for pin in due if self.end(pin.name)]
 
-    def end_scopes(self, scopes: Mapping[Scope, Wall]) -> list[str]:
+    def end_scopes(self, scopes: Mapping[Scope, Wall]) -> list[Pin]:
         """End the pins that these scopes' tenants made until then: a purge is stronger than a pin. Returns as
         `end_due`."""
         pins = self._pins.values() if scopes else ()
         tenants = {tenant_of(scope): before for scope, before in scopes.items()}
-        names = [pin.name for pin in pins if pin.created <= tenants.get(tenant_of(pin.chain[0]), _NEVER)]
-        return [name for name in names if self.end(name)]
+        covered = [pin for pin in pins if pin.created <= tenants.get(tenant_of(pin.chain[0]), _NEVER)]
+        return [pin for pin in covered if self.end(pin.name)]
 
     @property
     def ending(self) -> bool:

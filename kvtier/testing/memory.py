@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 
 from kvtier import checksum
 from kvtier.clock import Clock
@@ -145,10 +146,11 @@ class MemoryTier:
                 self.store.retained[name] = until
         return done
 
-    async def release_retained(self, keys: Sequence[BlockKey]) -> None:
+    async def release_retained(self, keys: Sequence[BlockKey], untils: Sequence[Wall] | None = None) -> None:
         self._usable()
-        for key in keys:
-            self.store.retained.pop(self._namespace + key, None)
+        for key, until in zip(keys, untils or repeat(Wall("inf")), strict=False):
+            if self.store.retained.get(name := self._namespace + key, Wall("inf")) <= until:
+                self.store.retained.pop(name, None)
 
     async def retained(self) -> Mapping[BlockKey, Wall]:
         self._usable()

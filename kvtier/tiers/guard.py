@@ -367,6 +367,9 @@ class Guarded(Wrapper):
                 self.breaker.failed()
             return await task
         except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if task.cancelled() and caller is not None and not caller.cancelling():
+                raise TierError(self.name, "call", "cancelled by the tier itself") from None
             task.cancel()
             raise
         except Exception:  # of ours, if the task still runs: it has the caller's memory

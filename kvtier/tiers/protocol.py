@@ -236,8 +236,9 @@ class Retaining(Protocol):
         """Do not evict these blocks before wall time `until`; serve them until `served`, whatever their terms. Replaces
         an earlier call for the same block. Per key: whether it is here, and so retained."""
 
-    async def release_retained(self, keys: Sequence[BlockKey]) -> None:
-        """Undo `retain`. Keys that are not retained are ignored."""
+    async def release_retained(self, keys: Sequence[BlockKey], untils: Sequence[Wall] | None = None) -> None:
+        """Undo `retain`, of blocks that are retained no longer than these times say (None: however long): another
+        process may want them beyond. Keys that are not retained are ignored."""
 
     async def retained(self) -> Mapping[BlockKey, Wall]:
         """The namespace's retained blocks, and until when."""
@@ -261,8 +262,8 @@ class Pinning(Protocol):
     async def pin(self, pin: Pin) -> None:
         """Retain blocks of the pin's chain that are here, now or later, until it ends; replaces a pin of that name."""
 
-    async def unpin(self, name: str) -> bool:
-        """End a pin; whether there was one."""
+    async def unpin(self, name: str, only: Pin | None = None) -> bool:
+        """End a pin, `only` this one where it is given: another replica may have replaced it. Whether it was there."""
 
     async def pins(self) -> list[Pin]:
         """The pins that have not ended."""

@@ -344,3 +344,52 @@ async def test_a_list_of_many_pins_lets_others_have_their_turn(monkeypatch: pyte
             most = max(most, asked - before)
         assert [pin.name for pin in listing.result()] == [f"p{number:02}" for number in range(40)]
         assert most == 1 and asked == 39 and turns >= 40
+
+
+def test_a_pin_that_another_process_has_extended_outlives_its_end_in_this_one(tmp_path: Path) -> None:
+    """Each process reads the others' pins every half minute only."""
+    clock = VirtualClock()
+    tiers = {"g2": {"capacity": 16 * BLOCK}, "g3": {"path": str(tmp_path), "capacity": 64 * BLOCK}}
+    config = kvtier.Config.parse({"tiers": tiers})
+
+    def tend(cache: kvtier.Cache, *, read_pins: bool) -> None:
+        cache._run(cache.manager.protection.tend(read_pins=read_pins))
+
+    with kvtier.open(config, NS, clock=clock) as one, kvtier.open(config, NS, clock=clock) as two:
+        put(one, KEYS)
+        one.flush()
+        one.pins.create("p", KEYS, 100)
+        for _ in range(2):  # learns of it, and has it retained below
+            tend(two, read_pins=True)
+        clock.advance(90)
+        one.pins.extend("p", 1000)
+        clock.advance(20)
+        tend(two, read_pins=False)
+        retained = one._run(one.manager.protection.retainer.known_below())
+        assert retained == dict.fromkeys(KEYS, clock.wall() + 980), "its end in two makes none evictable"
+        for cache in (one, two):
+            tend(cache, read_pins=True)
+            assert [pin.name for pin in cache.pins.list()] == ["p"]
+        clock.advance(2000)
+        for cache in (two, one, two):
+            tend(cache, read_pins=True)
+            assert cache.pins.list() == []
+        assert not one._run(one.manager.protection.retainer.known_below())
+        notebook = one.manager.hierarchy.notebook()
+        assert notebook is not None and not one._run(notebook.read_notes("pin/"))
+
+
+def test_a_guarantee_of_another_process_shortens_none_of_this_one_s(tmp_path: Path) -> None:
+    """What is retained below is one record for all processes: the last to ask replaces it."""
+    classes = {"hour": {"ttl": "1h", "guarantee": True}, "brief": {"ttl": "100s", "guarantee": True}}
+    clock = VirtualClock()
+    tiers = {"g2": {"capacity": 16 * BLOCK}, "g3": {"path": str(tmp_path), "capacity": 64 * BLOCK}}
+    config = kvtier.Config.parse({"tiers": tiers, "retention": {"classes": classes}})
+    with kvtier.open(config, NS, clock=clock) as one, kvtier.open(config, NS, clock=clock) as two:
+        for cache, retention in ((one, "hour"), (two, "brief")):
+            cache.put(KEYS, payloads_of(KEYS, BLOCK), retention)
+            cache.flush()
+        for _ in range(2):
+            one._run(one.manager.protection.tend(read_pins=True))
+        retained = one._run(one.manager.protection.retainer.known_below())
+        assert set(retained) == set(KEYS) and min(retained.values()) >= clock.wall() + 3600

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 import kvtier
 from kvtier.errors import ConfigError
-from kvtier.identity.keys import scope_of
+from kvtier.identity.keys import BlockKey, scope_of
+from kvtier.manager.plan import Where
 from kvtier.testing import VirtualClock, chain_of, payloads_of, sample_namespace
+from kvtier.times import Mono
 
 NS = sample_namespace(4096)
 CHAIN, TENANT = chain_of(NS, 8, 1), chain_of(NS, 8, 2, scope_of("t"))
@@ -79,3 +82,19 @@ async def test_a_purge_elsewhere_holds_here_before_the_bound(tmp_path: Path) -> 
 def test_strict_needs_a_bucket() -> None:
     with pytest.raises(ConfigError, match=r"security\.purge: strict needs tiers\.g4"):
         kvtier.Config.parse({"security": {"purge": "strict"}})
+
+
+async def test_the_bound_passes_during_a_request_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = VirtualClock()
+    async with opened(tmp_path, "a", clock) as cache:
+        promoter = cache.manager.promoter
+        locate = promoter.locate
+
+        async def slow(chain: Sequence[BlockKey], deadline: Mono | None = None, start: int = 0) -> list[Where]:
+            clock.advance(61)
+            return await locate(chain, deadline, start)
+
+        monkeypatch.setattr(promoter, "locate", slow)
+        await cache.manager._purger.sync()
+        async with cache.get([]) as hit:
+            assert len(hit) == 0 and hit.miss == "unproven"

@@ -239,3 +239,37 @@ async def test_what_is_logged_of_a_failure_keeps_no_memory_of_the_caller(caplog:
     assert caplog.text.count("no medium") == 2
     gc.collect()
     memory.append(0)  # BufferError while a view is left
+
+
+class Stray(MemoryTier):
+    """A tier that cancels its own calls, as a client library may that has bounds of its own."""
+
+    stray = frozenset[str]()
+
+    async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: Mono) -> list[Loaded | Miss]:
+        if "read" in self.stray:
+            raise asyncio.CancelledError
+        return await super().read(chain, targets, deadline)
+
+    async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
+        if "write" in self.stray:
+            raise asyncio.CancelledError
+        return await super().write(blocks, deadline)
+
+
+def test_a_tier_that_cancels_its_own_calls_is_a_miss_and_keeps_no_slot() -> None:
+    tier = Stray(NS, SystemClock())
+    with kvtier.open(kvtier.Config.parse({"tiers": {"g2": {"capacity": 16 * BLOCK}}}), NS, tiers=[tier]) as cache:
+        cache.put(KEYS, payloads_of(KEYS, BLOCK))
+        cache.flush()
+        cache.evict("g2")
+        tier.stray = frozenset({"read", "write"})
+        for _ in range(5):
+            with cache.get(KEYS) as hit:
+                assert len(hit) == 0
+        others = chain_of(NS, 4, seed=1)
+        assert cache.put(others, payloads_of(others, BLOCK)) == 4
+        assert cache.flush().pending == 0
+        assert cache.manager.hierarchy.supervisor.restarts.total() == 0, "its failure is an answer"
+        assert cache.manager.host.quarantined == 0 and not cache.manager.host.filling()
+        cache.check()

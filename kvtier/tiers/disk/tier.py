@@ -298,10 +298,12 @@ class DiskTier:
             done += await self._store.submit(partial(retain, names=names), blocks=len(names)).result()
         return done
 
-    async def release_retained(self, keys: Sequence[BlockKey]) -> None:
+    async def release_retained(self, keys: Sequence[BlockKey], untils: Sequence[Wall] | None = None) -> None:
+        rest = untils
         for names in self._names(keys):
-            job = self._store.submit(partial(WriteTxn.release_retained, names=names), Use.DROP, len(names))
-            await job.result()
+            release = partial(WriteTxn.release_retained, names=names, untils=rest and rest[: len(names)])
+            await self._store.submit(release, Use.DROP, len(names)).result()
+            rest = rest and rest[len(names) :]
 
     async def retained(self) -> Mapping[BlockKey, Wall]:
         found = await asyncio.to_thread(self._store.index.retained, self._prefix)

@@ -286,8 +286,10 @@ class WriteTxn:
         self._retained.set(name, until)
         return True
 
-    def release_retained(self, names: Sequence[bytes]) -> None:
-        """Undo `retain`."""
+    def release_retained(self, names: Sequence[bytes], untils: Sequence[Wall] | None = None) -> None:
+        """Undo `retain`, of blocks that are retained no longer than these times say (None: however long)."""
+        if untils is not None:
+            names = [name for name, until in zip(names, untils, strict=True) if self._retained.until(name) <= until]
         if sum(map(self._retained.forget, names)):
             self._memory.floors.clear()  # they may leave now, however far a search has got
             self._memory.demand.retry()

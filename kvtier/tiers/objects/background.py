@@ -115,8 +115,7 @@ class Background:
             await self._store.renewer.record_uses()
         if self._tidying_due:
             self._tidy_at = self._clock.monotonic() + self._sweeper.about(TIDY_S)
-            await self._store.deltas.sweep()
-            await self._store.pins.sweep()
+            await self._sweeper.tidy()
         if self._sweeper.due:
             await self._sweeper.page()
 

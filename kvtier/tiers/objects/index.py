@@ -93,7 +93,7 @@ class ObjectIndex:
             if known is not None:
                 if last in self._unrecorded and known.frame.life.stamps == entry.frame.life.stamps:
                     newer = max(known.life.last_use, entry.life.last_use)
-                    entry = replace(entry, life=Lifetime(newer, entry.life.stamps))
+                    entry = replace(entry, life=known.life.join(entry.life, newer))
                 self._remove(last)
             self._by_last[last] = entry
             self._by_first.setdefault(entry.first, {})[last] = None

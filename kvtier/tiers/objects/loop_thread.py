@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from kvtier.errors import ClosedError
+from kvtier.errors import ClosedError, KVTierError, TierError
 from kvtier.supervisor import abandon, soon
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,8 @@ class LoopThread:
 
         def report(task: asyncio.Task[T]) -> None:
             waiting.discard(tell)
-            soon(caller, _copy, task, result, self._closed())
+            why = TierError(self._name, "request", "cancelled by the client library itself")
+            soon(caller, _copy, task, result, why if self._loop is loop else self._closed())
 
         def tell() -> None:
             if not tasks:
@@ -154,12 +155,12 @@ async def _bounded(work: Coroutine[Any, Any, T], budget_s: float | None) -> T:
         return await work
 
 
-def _copy(task: asyncio.Task[T], result: asyncio.Future[T], closed: ClosedError) -> None:
-    """What a task came to. One that was cancelled, but not for its caller, who does not ask any more, was closed."""
+def _copy(task: asyncio.Task[T], result: asyncio.Future[T], cancelled: KVTierError) -> None:
+    """What a task came to; `cancelled`, where it was, but not for its caller, who does not ask any more."""
     if result.done():
         return
     if task.cancelled():
-        result.set_exception(closed)
+        result.set_exception(cancelled)
     elif (error := task.exception()) is not None:
         result.set_exception(error)
     else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvtier.clock import Clock
@@ -20,7 +20,6 @@ from kvtier.identity.keys import BlockKey, scope_of_key
 from kvtier.retention import pins as codec
 from kvtier.retention.lifetime import FUTURE_S
 from kvtier.retention.pins import PINS_MAX, Pin
-from kvtier.retention.trusted_clock import deletion_time
 from kvtier.tiers.objects.bucket.protocol import Bucket, Stat
 from kvtier.tiers.objects.hints import UnitHint, seeming
 from kvtier.tiers.objects.index import ObjectEntry
@@ -61,6 +60,7 @@ class SharedPins:
         self._unread: dict[str, Stat] = {}
         self._junk: dict[str, tuple[str, Wall]] = {}  # ETags of those that do not count, and until when
         self._failing: dict[str, Mono] = {}  # of those unread: since when they cannot be read
+        self._written: dict[str, Mono] = {}  # when `put` wrote them
         self._reading = asyncio.Lock()
 
     @property
@@ -92,21 +92,26 @@ class SharedPins:
         alive = (pin for _, pin in self._known.values() if pin.until > now and not self._is_purged(pin))
         return sorted(alive, key=lambda pin: pin.name)
 
-    def take(self, listed: Sequence[Stat]) -> None:
-        """The pins that are among the listed objects, and no others, are in the bucket: those that are new or changed
-        are to be read. Those past the bounds on count and bytes do not count."""
+    def take(self, listed: Sequence[Stat], began: Mono) -> None:
+        """The pins that are among the listed objects, and no others, were in the bucket when the listing `began`: those
+        that are new or changed are to be read. Those past the bounds on count and bytes do not count. What was `put`
+        since then is newer than the list."""
         found: dict[str, Stat] = {}
         total = 0
+        self._written = {name: at for name, at in self._written.items() if at >= began}
         for stat in listed:
             if stat.name.startswith(self._names.pins) and stat.size <= PIN_BYTES_MAX:
                 total += stat.size
                 if total > ALL_BYTES_MAX or len(found) == PINS_MAX:
                     break
                 found[stat.name] = stat
-        unread = {name: stat for name, stat in found.items() if not self._same(name, stat)}
+        unread = {
+            name: stat for name, stat in found.items() if name not in self._written and not self._same(name, stat)
+        }
         ended = {name for name, (_, pin) in self._known.items() if self._is_purged(pin)}
-        if self._known.keys() - found.keys() or ended != self._ended:
-            self._set({name: known for name, known in self._known.items() if name in found})
+        there = found.keys() | self._written.keys()
+        if self._known.keys() - there or ended != self._ended:
+            self._set({name: known for name, known in self._known.items() if name in there})
         self._unread = unread
         self._junk = {name: known for name, known in self._junk.items() if name in found}
         self._failing = {name: since for name, since in self._failing.items() if name in unread}
@@ -195,37 +200,50 @@ class SharedPins:
             raise InvalidRequest(f"pin {pin.name!r}: ttl must be at most {PIN_S_MAX:.0f} s")
         stat = await self._bucket.replace(name, raw, self._clock.wall(), None)
         self._unread.pop(name, None)
+        self._written[name] = self._clock.monotonic()
         self._set({**self._known, name: (stat.etag if stat is not None else "", pin)})
 
-    async def delete(self, name: str) -> bool:
-        """Whether there was such a pin. Raises TierError."""
+    async def delete(self, name: str, only: Pin | None = None) -> bool:
+        """Whether there was such a pin, which is gone; `only` this one, if it is still that in the bucket. Raises
+        TierError."""
         place = self._name(name)
         await self.settle()
-        await self._bucket.delete(place)
         there = place in self._known
+        if only is None:
+            await self._bucket.delete(place)
+        else:
+            stat = await self._bucket.head(place)
+            pin = await self._read(stat) if stat is not None else None
+            there = pin is not None and replace(pin, position=only.position) == only
+            if stat is None or not there or not await self._bucket.delete(place, stat.etag):
+                return False
+        self._written.pop(place, None)
         self._set({at: known for at, known in self._known.items() if at != place})
         return there
 
     async def purge(self) -> None:
         """Delete the pins of purged tenants that were made before the purge. Raises TierError."""
         await self.settle()
-        await self._drop([at for at, (_, pin) in self._known.items() if self._is_purged(pin)])
+        await self._drop(lambda _, pin: self._is_purged(pin))
 
     def _is_purged(self, pin: Pin) -> bool:
         return self._purges.covers(scope_of_key(pin.chain[0]), pin.position)
 
-    async def sweep(self) -> int:
-        """Delete pins that have ended; returns how many."""
-        now = deletion_time(self._clock)
+    async def sweep(self, now: Wall | None) -> int:
+        """Delete pins that had ended at `now` by all evidence (None: none), but for those that the last listing shows
+        to have changed; returns how many. Raises TierError."""
         if now is None:
             return 0
-        ended = [at for at, (_, pin) in self._known.items() if pin.until <= now or self._is_purged(pin)]
-        await self._drop(ended)
-        return len(ended)
+        return await self._drop(lambda at, pin: at not in self._unread and (pin.until <= now or self._is_purged(pin)))
 
-    async def _drop(self, objects: Sequence[str]) -> None:
-        await self._bucket.delete_many(objects)
-        self._set({at: known for at, known in self._known.items() if at not in objects})
+    async def _drop(self, over: Callable[[str, Pin], bool]) -> int:
+        """Delete those known that are over, in the versions that are known: a pin may be put anew at any time."""
+        versions = [(at, etag) for at, (etag, pin) in self._known.items() if over(at, pin)]
+        for start in range(0, len(versions), READS_AT_ONCE):
+            some = versions[start : start + READS_AT_ONCE]
+            await asyncio.gather(*(self._bucket.delete(*version) for version in some))
+            self._set({at: known for at, known in self._known.items() if (at, known[0]) not in some})
+        return len(versions)
 
     def _name(self, name: str) -> str:
         return self._names.pin(name)

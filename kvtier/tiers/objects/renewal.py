@@ -10,6 +10,8 @@ from dataclasses import replace
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
 from kvtier.keyring import Keyring, UnknownKey
+from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import Depth
 from kvtier.tiers.objects.bucket.protocol import Stat
 from kvtier.tiers.objects.bucket.retry import RetryingBucket
 from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
@@ -67,10 +69,20 @@ class Renewer:
                 raise failed
 
     async def renew(self, entry: ObjectEntry, used: Wall) -> None:
-        """Record a use: by a copy of the object onto itself, or by rewriting it. Raises TierError."""
+        """Record a use: by a copy of the object onto itself, or by rewriting it. A use of what this tier may not serve
+        any more is none here. Raises TierError."""
+        copies = self._copies
+        if used > entry.renewed:
+            life = entry.life.used(used)
+            if not life.servable(Depth.G4, used):
+                self._index.mark_recorded(entry.last, used)
+                return
+            # Whoever reads header and use cannot tell which stamps had died before it.
+            if Lifetime(used, entry.frame.life.stamps).ends(Depth.G4) > life.ends(Depth.G4):
+                entry, copies = replace(entry, life=life, frame=replace(entry.frame, life=life)), False
         async with self._renewals:
             try:
-                stat = await (self._copy(entry, used) if self._copies else self._rewrite(entry, used))
+                stat = await (self._copy(entry, used) if copies else self._rewrite(entry, used))
             except UnknownKey:
                 stat = None
         if stat is None or stat.size != entry.size:

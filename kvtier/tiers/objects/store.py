@@ -110,7 +110,7 @@ class ObjectStore:
             pins += [stat for stat in page if stat.name.startswith(self.names.pins)][: PINS_MAX - len(pins)]
         await self.purges.take(purges, known)
         self.purges.read_at = began
-        self.pins.take(pins)
+        self.pins.take(pins, began)
 
     async def settled_miss_of(self, entry: ObjectEntry) -> Miss | None:
         """`miss_of` now; an object that seems expired waits for the pins that are not read yet."""

@@ -101,10 +101,16 @@ class Sweeper:
         self._cursor = names.behind(page[-1].name) if page else ""
         if self._cursor:
             return False
-        await self._store.deltas.sweep()
-        await self._store.pins.sweep()
+        await self.tidy()
         self._rest(REST_S)
         return True
+
+    async def tidy(self) -> None:
+        """Delete old deltas, and pins that have ended for everybody. Raises TierError."""
+        await self._store.refresh()  # with an old list a pin that was put anew since would be deleted
+        if self._store.pins:
+            await self._store.pins.sweep(await self._deletion_time())
+        await self._store.deltas.sweep()
 
     def about(self, seconds: float) -> float:
         """Half to one and a half of it, another time each time: a fleet that started together falls apart."""

@@ -397,10 +397,10 @@ class ObjectTier:
         self._usable()
         await self._ready_then(self._store.pins.put(pin))
 
-    async def unpin(self, name: str) -> bool:
-        """End a pin; whether there was one. Raises TierError."""
+    async def unpin(self, name: str, only: Pin | None = None) -> bool:
+        """End a pin, `only` this one where it is given; whether it was there. Raises TierError."""
         self._usable()
-        return await self._ready_then(self._store.pins.delete(name))
+        return await self._ready_then(self._store.pins.delete(name, only))
 
     async def pins(self) -> list[Pin]:
         """The pins that have not ended, by name, at most FRESH_S old. Raises TierError."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvtier.errors import ClosedError
+from kvtier.errors import ClosedError, TierError
 from kvtier.tiers.objects.loop_thread import LoopThread
 
 
@@ -98,3 +98,15 @@ async def test_a_loop_that_has_ended_takes_no_work() -> None:
     with pytest.raises(ClosedError):
         await loop.run(work)
     assert work.cr_frame is None, "it is closed"
+
+
+async def test_work_that_was_cancelled_by_itself_is_a_failure_and_no_end() -> None:
+    async def stray() -> None:
+        raise asyncio.CancelledError
+
+    thread = LoopThread("t")
+    thread.start()
+    for run in (thread.run, thread.run_or_abandon):
+        with pytest.raises(TierError, match="cancelled by"):
+            await run(stray())
+    assert await asyncio.wrap_future(thread.stop(nothing(), 1)) is None

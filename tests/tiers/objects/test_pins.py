@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import kvtier
 from kvtier.errors import InvalidRequest, TierError
 from kvtier.identity.keys import scope_of
 from kvtier.keyring import Keyring
 from kvtier.retention import pins as codec
 from kvtier.retention.pins import Pin
-from kvtier.testing import chain_of
+from kvtier.testing import VirtualClock, chain_of
 from kvtier.tiers.objects import pins
+from kvtier.tiers.objects.bucket.protocol import Stat
 from kvtier.tiers.objects.signed import Signer
+from kvtier.tiers.objects.tier import ObjectTier
 from tests.tiers.objects.support.virtual_bucket import NS, Replica, VirtualServer
 
 S = 4
+CONFIG = kvtier.Config.parse({"tiers": {"g2": {"capacity": "64KiB"}}})
 
 
 def put_signed(server: VirtualServer, replica: Replica, pin: Pin) -> None:
@@ -151,3 +158,84 @@ async def test_an_unreadable_pin_stops_neither_the_others_nor_the_sweep(monkeypa
     await replica.walk()
     assert replica.sweeper.swept.objects == 2, "what may be pinned goes after a day"
     assert await writer.store.probe(kept, 0) is not None and await writer.store.probe(old, 0) is None
+
+
+async def test_a_pin_that_another_replica_has_extended_is_not_swept() -> None:
+    server = VirtualServer()
+    one, two = Replica(server), Replica(server, seed=1)
+    now = server.clock.wall()
+    pin = Pin("p", tuple(chain_of(NS, S)), now, now + 100)
+    await one.store.pins.put(pin)
+    await two.store.refresh()
+    await two.store.pins.settle()
+    server.clock.advance(80)
+    await one.store.pins.put(replace(pin, until=now + 1e5))
+    server.clock.advance(40)
+    await two.store.pins.sweep(server.clock.wall())
+    assert len(server.under("pins")) == 1, "by a list of before"
+    await two.store.refresh()
+    await two.store.pins.sweep(server.clock.wall())
+    assert len(server.under("pins")) == 1, "changed, and not read yet"
+
+
+async def test_a_replica_with_a_clock_ahead_sweeps_no_pin_that_holds() -> None:
+    server = VirtualServer()
+    right, ahead = Replica(server), Replica(server, seed=1, ahead_s=2 * 86400.0)
+    now = server.clock.wall()
+    for number, ttl in enumerate((60, 86400)):
+        await right.store.pins.put(Pin(f"p{number}", tuple(chain_of(NS, S)), now, now + ttl))
+    server.clock.advance(600)
+    await ahead.store.deltas.publish()
+    await ahead.store.refresh()
+    await ahead.store.pins.settle()
+    await ahead.sweeper.tidy()
+    assert server.under("pins") == [right.store.names.pin("p1")], "what has ended for everybody may go"
+
+
+async def test_a_pin_that_is_put_while_pins_are_listed_is_kept() -> None:
+    server = VirtualServer()
+    replica = Replica(server)
+    now = server.clock.wall()
+    pin = Pin("p", tuple(chain_of(NS, S)), now, now + 1e4)
+
+    listing = replica.bucket
+    real = listing.list
+
+    async def seen_before(prefix: str, after: str = "") -> AsyncIterator[list[Stat]]:
+        pages = [page async for page in real(prefix, after)]
+        await replica.store.pins.put(pin)
+        for page in pages:
+            yield [stat for stat in page if not stat.name.startswith(replica.store.names.pins)]
+
+    listing.list = seen_before  # type: ignore[method-assign]
+    await replica.store.refresh()
+    assert [there.name for there in replica.store.pins.list()] == ["p"]
+
+
+def test_a_pin_that_was_extended_elsewhere_outlives_its_end_here(tmp_path: Path) -> None:
+    """Each replica reads the others' pins every half minute only."""
+    clock = VirtualClock()
+
+    def opened() -> kvtier.Cache:
+        return kvtier.open(CONFIG, NS, clock=clock, tiers=[ObjectTier(f"file://{tmp_path}", NS, clock=clock, stride=S)])
+
+    with opened() as one, opened() as two:
+        one.pins.create("p", chain_of(NS, S), 100)
+        clock.advance(50)
+        tend(two, read_pins=True)
+        assert [pin.name for pin in two.pins.list()] == ["p"]
+        one.pins.extend("p", 1000)
+        clock.advance(60)
+        tend(two, read_pins=False)
+        clock.advance(50)
+        for cache in (one, two):
+            tend(cache, read_pins=True)
+            assert [pin.name for pin in cache.pins.list()] == ["p"]
+        clock.advance(2000)
+        tend(one, read_pins=True)
+        tend(two, read_pins=True)
+        assert not any(path.is_file() for path in tmp_path.glob("ctl/*/pins/*")), "whoever ended it last deletes it"
+
+
+def tend(cache: kvtier.Cache, *, read_pins: bool) -> None:
+    cache._run(cache.manager.protection.tend(read_pins=read_pins))

@@ -205,7 +205,7 @@ async def test_a_pin_whose_tenant_was_purged_holds_nothing_that_came_after() -> 
         await replica.write(chain, ttl=60)
         server.clock.advance(100)
         assert await read(replica, chain, range(S)) == [Miss.EXPIRED] * S
-    await two.store.pins.sweep()
+    await two.store.pins.sweep(server.clock.wall())
     assert server.under("pins") == []
 
 

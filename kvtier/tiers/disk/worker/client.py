@@ -281,8 +281,8 @@ class DiskWorkerClient:
         done: list[bool] = await self._ask("retain", keys, until, served)
         return done
 
-    async def release_retained(self, keys: Sequence[BlockKey]) -> None:
-        await self._ask("release_retained", keys)
+    async def release_retained(self, keys: Sequence[BlockKey], untils: Sequence[Wall] | None = None) -> None:
+        await self._ask("release_retained", keys, untils)
 
     async def retained(self) -> Mapping[BlockKey, Wall]:
         found: Mapping[BlockKey, Wall] = await self._ask("retained")
