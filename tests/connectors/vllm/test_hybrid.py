@@ -107,9 +107,8 @@ def test_a_prompt_comes_back_as_the_engines_own_hit(hybrid: Any) -> None:
     assert hybrid.check() == IDLE and hybrid.held() == 0
 
 
-@pytest.mark.parametrize(
-    "kind", ["sliding", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("gptoss", "many_windows"))]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["sliding", "gptoss", "many_windows"])
 def test_an_answer_with_drafts_comes_back(
     start: Start, make_other: Callable[[str], Path], tmp_path: Path, kind: str
 ) -> None:
