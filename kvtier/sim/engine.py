@@ -11,41 +11,34 @@ Requests are aborted and preempted, and the prefix cache is reset, between any t
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvtier.connectors.vllm.scheduler import SchedulerHalf
-from kvtier.identity.keys import BlockKey
 from kvtier.sim.asked import Asked
-from kvtier.sim.history import EngineShape
-from kvtier.sim.ledger import Before, Ledger, Wrong
+from kvtier.sim.ledger import Ledger, Wrong
 from kvtier.sim.scheduler import Scheduler
-from kvtier.sim.workers import Results, Workers
+from kvtier.sim.workers import Results
 
 _IDLE_S = (0.001, 0.25)
 """Between steps that compute nothing: the first, and the longest that doubling leads to."""
 
 
 class Engine:
-    """See the module. `before` gives what the ledger knows of blocks; `told` hears what happens."""
+    """See the module. `scheduler` makes its scheduler, given a way to do something before the next step is planned;
+    `ahead`: how many steps are planned while one runs; `told` hears what happens."""
 
     def __init__(
         self,
         name: str,
-        shape: EngineShape,
-        half: SchedulerHalf,
-        workers: Workers,
+        scheduler: Callable[[Callable[[Callable[[], None]], None]], Scheduler],
+        ahead: int,
         ledger: Ledger,
-        rng: random.Random,
-        before: Callable[[Sequence[BlockKey]], dict[BlockKey, Before]],
-        leapt: Callable[[], float],
         told: Callable[[str], None],
     ) -> None:
-        self.half, self.workers = half, workers
-        self._scheduler = Scheduler(name, shape, half, workers, ledger, rng, before, leapt, told, self._post)
-        self._name, self._ahead, self._ledger, self._told = name, shape.ahead, ledger, told
+        self._scheduler = scheduler(self._post)
+        self.half, self.workers = self._scheduler.half, self._scheduler.workers
+        self._name, self._ahead, self._ledger, self._told = name, ahead, ledger, told
         self._under_way: deque[tuple[Any, asyncio.Task[Results]]] = deque()  # steps
         self._inbox: deque[Callable[[], None]] = deque()
         self._woken = asyncio.Event()

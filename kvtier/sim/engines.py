@@ -21,7 +21,7 @@ from kvtier.sim.history import EngineShape
 from kvtier.sim.host import Host
 from kvtier.sim.ledger import Ledger, Wrong
 from kvtier.sim.loop import VirtualLoop
-from kvtier.sim.scheduler import LOAD_S
+from kvtier.sim.scheduler import LOAD_S, Scheduler
 from kvtier.sim.workers import Workers
 from kvtier.tiers.host.slot_table import FILLING, QUARANTINED
 from kvtier.tiers.host.tier import HostTier
@@ -97,11 +97,13 @@ class Engines:
         for rank in workers.ranks:
             rank.device.owned = partial(_owned, manager.host, self._ledger)
         process = host.process
-        machine.engine = Engine(
-            f"e{process}", self._shape, half, workers, self._ledger, random.Random(self._rng.getrandbits(32)),
+        name, told = f"e{process}", partial(self._told, host)
+        scheduler = partial(
+            Scheduler, name, self._shape, half, workers, self._ledger, random.Random(self._rng.getrandbits(32)),
             lambda keys: self._ledger.before(keys, process, manager.hierarchy.proven_at, self._bound_s),
-            self._leapt, partial(self._told, host),
+            self._leapt, told,
         )  # fmt: skip
+        machine.engine = Engine(name, scheduler, self._shape.ahead, self._ledger, told)
         machine.driving = self._loop.spawn(process, machine.engine.run())
 
     async def shut(self, host: Host) -> None:
