@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,16 @@ Meanwhile = Callable[["Scene", Relocation], None]
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recovery, "SEGMENT_BYTES_SMALL", SEGMENT)
     monkeypatch.setattr(quarantine, "PROBE_FIRST_S", 0.005)
+
+
+@contextlib.asynccontextmanager
+async def two_sizes(path: Path, clock: VirtualClock, **options: Any) -> AsyncIterator[tuple[DiskTier, DiskTier]]:
+    """One store, for small blocks and for larger ones."""
+    async with (
+        opened(path, CAPACITY // SMALL, block_bytes=SMALL, clock=clock, **options) as small,
+        opened(path, CAPACITY // LARGE, block_bytes=LARGE, clock=clock, **options) as large,
+    ):
+        yield small, large
 
 
 class Scene:
@@ -114,10 +124,7 @@ async def scene(
 ) -> tuple[Relocation, bool | Miss]:  # fmt: skip
     """What was copied first, and what a read of it says in the end. All other retained blocks are served."""
     medium, clock = BadMedium(), VirtualClock()
-    async with (
-        opened(path, CAPACITY // SMALL, block_bytes=SMALL, clock=clock, calls=medium, keys=encryption) as small,
-        opened(path, CAPACITY // LARGE, block_bytes=LARGE, clock=clock, calls=medium, keys=encryption) as large,
-    ):
+    async with two_sizes(path, clock, calls=medium, keys=encryption) as (small, large):
         here = Scene(small, large, medium, path)
         await here.run(monkeypatch, meanwhile, before=before, count=count)
         await here.settled()
@@ -158,26 +165,21 @@ async def test_a_guest_is_read_from_its_new_slot_and_the_old_one_is_used(
 ) -> None:
     medium, clock = BadMedium(), VirtualClock()
     encryption = sample_keys() if encrypted else None
-    async with (
-        opened(tmp_path / "g3", CAPACITY // SMALL, block_bytes=SMALL, clock=clock, calls=medium, keys=encryption) as s,
-        opened(
-            tmp_path / "g3", CAPACITY // LARGE, block_bytes=LARGE, clock=clock, calls=medium, keys=encryption
-        ) as big,
-    ):
-        here = Scene(s, big, medium, tmp_path / "g3")
+    async with two_sizes(tmp_path / "g3", clock, calls=medium, keys=encryption) as (small, large):
+        here = Scene(small, large, medium, tmp_path / "g3")
         await here.run(monkeypatch, nothing, before=True)
 
         def are_back() -> bool:
-            with s._store.index.reading() as txn:
+            with small._store.index.reading() as txn:
                 return not misplaced(txn)[0] and not guests_in(txn)
 
         await until(are_back, "the last of them are copied")
         for one in here.copied:
             assert here.place_of(one.name) == (one.to.segment, one.to.slot)
-        await until(lambda: s.counters()["relocated_blocks"] == len(here.copied), "they are counted")
-        assert await get(s, KEPT) == [True] * len(KEPT)
-        assert True in await get(big, keys(LARGE, 4))
-        until_then = await s.retained()
+        await until(lambda: small.counters()["relocated_blocks"] == len(here.copied), "they are counted")
+        assert await get(small, KEPT) == [True] * len(KEPT)
+        assert True in await get(large, keys(LARGE, 4))
+        until_then = await small.retained()
         assert set(until_then) == set(KEPT), "they are still retained"
         await here.settled()
 
@@ -239,10 +241,7 @@ async def test_a_use_meanwhile_is_not_lost(tmp_path: Path, monkeypatch: pytest.M
 
 async def test_a_purge_meanwhile_is_final(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     medium, clock = BadMedium(), VirtualClock()
-    async with (
-        opened(tmp_path / "g3", CAPACITY // SMALL, block_bytes=SMALL, clock=clock, calls=medium) as small,
-        opened(tmp_path / "g3", CAPACITY // LARGE, block_bytes=LARGE, clock=clock, calls=medium) as large,
-    ):
+    async with two_sizes(tmp_path / "g3", clock, calls=medium) as (small, large):
 
         def purge(scene: Scene, one: Relocation) -> None:
             scene.wait(scene.small.purge(scope_of_key(KEPT[0]), clock.wall()))
@@ -308,10 +307,7 @@ async def test_a_reader_on_its_way_to_the_old_slot_was_overtaken(
 
     monkeypatch.setattr(Slab, "read", held)
     medium, clock = BadMedium(), VirtualClock()
-    async with (
-        opened(tmp_path / "g3", CAPACITY // SMALL, block_bytes=SMALL, clock=clock, calls=medium) as small,
-        opened(tmp_path / "g3", CAPACITY // LARGE, block_bytes=LARGE, clock=clock, calls=medium) as large,
-    ):
+    async with two_sizes(tmp_path / "g3", clock, calls=medium) as (small, large):
         here = Scene(small, large, medium, tmp_path / "g3")
         running = asyncio.ensure_future(here.run(monkeypatch, begin_to_read, before=False))
         await until(lambda: bool(old) and old[0].ended, "the first is copied")
@@ -332,10 +328,7 @@ async def test_where_no_thread_can_be_started_guests_stay(tmp_path: Path, monkey
     monkeypatch.setattr(idle_work.IdleWork, "wake", fail)
     monkeypatch.setattr(idle_work.IdleWork, "preallocate", lambda self, segment: None)
     clock = VirtualClock()
-    async with (
-        opened(tmp_path / "g3", CAPACITY // SMALL, block_bytes=SMALL, clock=clock) as small,
-        opened(tmp_path / "g3", CAPACITY // LARGE, block_bytes=LARGE, clock=clock) as large,
-    ):
+    async with two_sizes(tmp_path / "g3", clock) as (small, large):
         await fill(small, FULL_SMALL)
         await small.retain(KEPT, until=clock.wall() + 3600)
         for index in range(3):
@@ -358,10 +351,7 @@ async def test_closing_gives_back_the_slot_of_a_copy_under_way(tmp_path: Path, m
     monkeypatch.setattr(idle_work, "copy_block", slow)
     stop = idle_work.IdleWork.stop
     monkeypatch.setattr(idle_work.IdleWork, "stop", lambda self: (stop(self), stops.set()))
-    async with (
-        opened(tmp_path / "g3", CAPACITY // SMALL, block_bytes=SMALL, clock=clock) as small,
-        opened(tmp_path / "g3", CAPACITY // LARGE, block_bytes=LARGE, clock=clock) as large,
-    ):
+    async with two_sizes(tmp_path / "g3", clock) as (small, large):
         await fill(small, FULL_SMALL)
         await small.retain(KEPT, until=clock.wall() + 3600)
         await asyncio.wait_for(put(large, keys(LARGE, 1)), 10)
@@ -392,10 +382,7 @@ async def test_a_copy_that_is_begun_while_the_store_is_closed_gives_its_slot_bac
         relocate(self, some)
 
     monkeypatch.setattr(idle_work.IdleWork, "relocate", late)
-    async with (
-        opened(tmp_path / "g3", CAPACITY // SMALL, block_bytes=SMALL, clock=clock) as small,
-        opened(tmp_path / "g3", CAPACITY // LARGE, block_bytes=LARGE, clock=clock) as large,
-    ):
+    async with two_sizes(tmp_path / "g3", clock) as (small, large):
         await fill(small, FULL_SMALL)
         await small.retain(KEPT, until=clock.wall() + 3600)
         await asyncio.wait_for(put(large, keys(LARGE, 1)), 10)
@@ -432,10 +419,7 @@ async def test_a_copy_whose_slot_was_taken_back_meanwhile_is_not_made(
     begin = idle_work.IdleWork._relocate_next
     monkeypatch.setattr(idle_work.IdleWork, "_relocate_next", relocate_next)
     monkeypatch.setattr(Store, "moving", opened_anew_before)
-    async with (
-        opened(tmp_path / "g3", CAPACITY // SMALL, block_bytes=SMALL, clock=clock, calls=medium) as small,
-        opened(tmp_path / "g3", CAPACITY // LARGE, block_bytes=LARGE, clock=clock, calls=medium) as large,
-    ):
+    async with two_sizes(tmp_path / "g3", clock, calls=medium) as (small, large):
         here, store = Scene(small, large, medium, tmp_path / "g3"), small._store
         await fill(small, FULL_SMALL)
         assert all(await small.retain(KEPT, until=clock.wall() + 3600))
@@ -453,10 +437,7 @@ async def test_a_copy_whose_slot_was_taken_back_meanwhile_is_not_made(
 async def test_closing_gives_back_what_was_to_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idle_work.IdleWork, "wake", lambda self: None)  # the disk is never idle
     clock = VirtualClock()
-    async with (
-        opened(tmp_path / "g3", CAPACITY // SMALL, block_bytes=SMALL, clock=clock) as small,
-        opened(tmp_path / "g3", CAPACITY // LARGE, block_bytes=LARGE, clock=clock) as large,
-    ):
+    async with two_sizes(tmp_path / "g3", clock) as (small, large):
         await fill(small, FULL_SMALL)
         await small.retain(KEPT, until=clock.wall() + 3600)
         idle = small._store.idle
@@ -538,10 +519,7 @@ async def test_power_that_is_lost_right_after_a_copy_was_published_takes_nothing
         medium._syncs = syncs
 
     monkeypatch.setattr(idle_work.IdleWork, "_relocated", photograph)
-    async with (
-        opened(tmp_path / "g3", CAPACITY // SMALL, block_bytes=SMALL, clock=clock, calls=medium) as small,
-        opened(tmp_path / "g3", CAPACITY // LARGE, block_bytes=LARGE, clock=clock, calls=medium) as large,
-    ):
+    async with two_sizes(tmp_path / "g3", clock, calls=medium) as (small, large):
         here = Scene(small, large, medium, tmp_path / "g3")
         await here.run(monkeypatch, begin, before=True, count=1)
         await here.settled()
