@@ -222,8 +222,8 @@ async def test_a_place_is_tried_at_most_three_times_a_day_until_it_is_sound(tmp_
         assert 5 <= tries <= 9, "two when it was found, then one each eight hours"
         medium.unwritable.clear()
         clock.advance(DAY_S)
-        await until(lambda: not set_aside(tier), "it is never tried again")
-        assert tier.counters()["restored_slots"] == 1
+        await until(lambda: tier.counters()["restored_slots"] == 1, "it is never tried again")
+        assert not set_aside(tier)
         await settled(tier)
         await tier.evict(None)
         assert set(await put(tier, chain)) == {Stored.STORED}, "all of it is of use again"
