@@ -266,7 +266,7 @@ ptx:
 gpu-wheels: $(BASE)
 	$(BIN)/python -m pip download -q -d $(GPU_WHEELS) --only-binary=:all: --python-version $(GPU_PYTHON_VERSION) \
 		--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
-		-c constraints.txt lmdb msgspec prometheus-client pydantic pyyaml xxhash pytest
+		-c constraints.txt lmdb msgspec prometheus-client pydantic pyyaml xxhash pytest hypothesis
 
 clean:
 	rm -rf build dist .venv .venv-sglang .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
