@@ -23,7 +23,18 @@ THREADS = 256
 ITEMS = 480
 """Blocks per launch: KVTIER_ITEMS of copy.cu, whose numbers travel as a parameter of 4 KiB at most."""
 
+_WIDE = ("src_bases", "dst_bases", "src_stride", "dst_stride", "src_outer", "dst_outer", "src_inner", "dst_inner")
+_NARROW = ("items", "planes", "outer", "inner", "row_bytes")
 _NUMBERS = np.dtype([("src", "<u4", ITEMS), ("dst", "<u4", ITEMS)])
+
+PARAMETERS = np.dtype(
+    {
+        "names": [*_WIDE, *_NARROW, "numbers"],
+        "formats": ["<u8"] * len(_WIDE) + ["<u4"] * len(_NARROW) + [_NUMBERS],
+        "offsets": [8 * index for index in range(len(_WIDE) + len(_NARROW) + 1)],
+    }
+)
+"""The parameters of kvtier_copy_* (copy.cu), each at a multiple of eight bytes."""
 
 
 class CopyKernel:
@@ -35,15 +46,20 @@ class CopyKernel:
 
     def __init__(self, driver: Driver, src: Paged, dst: Paged, shape: Shape, dense: Paged, ctas: int) -> None:
         self._driver, self._ctas = driver, ctas
-        self._src_stride, self._dst_stride = src.stride, dst.stride
-        self._grid = grid_of(src, dst, shape, dense=dense)
-        self.name = f"kvtier_copy_{self._grid.unit_bytes}"
+        self._grid = grid = grid_of(src, dst, shape, dense=dense)
+        self.name = f"kvtier_copy_{grid.unit_bytes}"
         driver.prepare(self.name)
         bases: Addresses = np.concatenate([src.bases.ravel(), dst.bases.ravel()])
         self._tables = driver.device_memory(bases.nbytes)
         self._pinned = driver.pinned_memory(bases.nbytes)
-        self._nbytes, self._planes = bases.nbytes, src.bases.size
+        self._nbytes = bases.nbytes
         ctypes.memmove(self._pinned, bases.ctypes.data, bases.nbytes)
+        self._parameters = np.zeros((), PARAMETERS)
+        values = [self._tables, self._tables + src.bases.nbytes, src.stride, dst.stride]
+        values += [grid.outer.src, grid.outer.dst, grid.inner.src, grid.inner.dst]
+        values += [0, grid.planes, grid.outer.count, grid.inner.count, grid.row_bytes]
+        for name, value in zip((*_WIDE, *_NARROW), values, strict=True):
+            self._parameters[name] = value
         self._uploaded: set[int] = set()
 
     def upload(self, stream: int) -> None:
@@ -57,20 +73,17 @@ class CopyKernel:
     def copy(self, src: Indices, dst: Indices, stream: int) -> None:
         """Enqueue the copy of items `src[i]` to `dst[i]`."""
         self.upload(stream)
-        grid = self._grid
+        grid, given = self._grid, self._parameters
         step = min(grid.max_items, ITEMS)
-        wide = [self._tables, self._tables + 8 * self._planes, self._src_stride, self._dst_stride]
-        wide += [grid.outer.src, grid.outer.dst, grid.inner.src, grid.inner.dst]
         for start in range(0, len(src), step):
             part = slice(start, start + step)
             items = len(src[part])
-            numbers = np.zeros((), _NUMBERS)
-            numbers["src"][:items], numbers["dst"][:items] = src[part], dst[part]
-            narrow = [items, grid.planes, grid.outer.count, grid.inner.count, grid.row_bytes]
+            given["items"] = items
+            given["numbers"]["src"][:items], given["numbers"]["dst"][:items] = src[part], dst[part]
             self._driver.launch(
                 self.name,
                 ctas=max(1, min(self._ctas, -(-grid.units(items) // THREADS))),
                 threads=THREADS,
-                args=[*(np.uint64(value) for value in wide), *(np.uint32(value) for value in narrow), numbers],
+                parameters=given,
                 stream=stream,
             )

@@ -116,11 +116,27 @@ class CudaMover:
     def launch(
         self, lane: Lane, moves: Moves, gate: Gate, behind: Sequence[Flight], show: Callable[[Flight], None]
     ) -> Flight:
+        launching = _CudaFlight(self._driver, self._events)
+        try:
+            with self._driver.current:
+                return self._launch(launching, lane, moves, gate, behind, show)
+        except DeviceError as error:
+            log.error("a copy of %d blocks cannot be launched: %s", len(moves), error)
+            return launching.launched(0, State.LOST)
+
+    def _launch(
+        self,
+        launching: _CudaFlight,
+        lane: Lane,
+        moves: Moves,
+        gate: Gate,
+        behind: Sequence[Flight],
+        show: Callable[[Flight], None],
+    ) -> Flight:
         assert isinstance(gate, _Gate)
         stream = self._streams[lane]
         failed = False
         event = 0
-        launching = _CudaFlight(self._driver, self._events)
         try:
             event = self._events.take()
             if gate.event and stream not in gate.waited:

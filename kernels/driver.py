@@ -10,12 +10,16 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.errors import KVTierError
 from kvtier.kernels.memory import bus_link
@@ -51,6 +55,10 @@ class Driver(Protocol):
     """One device, from one thread. Everything but `reached` and the constructors is enqueued on a stream and returns
     at once. Raises DeviceError; a copy that raised may have been enqueued in part."""
 
+    @property
+    def current(self) -> AbstractContextManager[object]:
+        """Around several calls: they ask only once for the device's context."""
+
     def stream(self, priority: int) -> int:
         """A new non-blocking stream; the lower the number, the sooner its kernels are scheduled."""
 
@@ -70,8 +78,9 @@ class Driver(Protocol):
     def copy(self, runs: Runs, stream: int, *, pageable: bool = False) -> None:
         """Enqueue the runs; with `pageable` host memory among them this may wait for the stream."""
 
-    def launch(self, kernel: str, ctas: int, threads: int, args: Sequence[Any], stream: int) -> None:
-        """`args` are numpy scalars of the kernel's parameter sizes, and arrays for what it takes by value."""
+    def launch(self, kernel: str, ctas: int, threads: int, parameters: npt.NDArray[np.void], stream: int) -> None:
+        """`parameters`: one record with a field for each of the kernel's, of their sizes, in order. It has been read on
+        return."""
 
     def prepare(self, kernel: str) -> None:
         """Load a kernel ahead of its first launch; the driver compiles it for this GPU where it has not yet."""
@@ -89,6 +98,40 @@ class Driver(Protocol):
 
     def close(self, streams: Sequence[int], events: Sequence[int]) -> None:
         """Release these and all memory. Only when nothing enqueued is pending."""
+
+
+class _Current(AbstractContextManager[None]):
+    """Inside, the device's context is the thread's, whichever device the caller has chosen. May be nested: only the
+    outermost asks the driver. Entering raises DeviceError."""
+
+    def __init__(self, library: Any, context: ctypes.c_void_p) -> None:
+        # Neither call waits for anything: called so, they keep the interpreter's lock, which beside a busy thread is
+        # not had again for 5 ms.
+        held = ctypes.PyDLL(library._name, handle=library._handle)
+        self._push, self._pop = held.cuCtxPushCurrent_v2, held.cuCtxPopCurrent_v2
+        self._push.argtypes = self._pop.argtypes = (ctypes.c_void_p,)
+        self._context = context
+        self._thread = threading.local()
+
+    def __enter__(self) -> None:
+        depth = getattr(self._thread, "depth", 0)
+        if not depth and (code := self._push(self._context)) != SUCCESS:
+            raise DeviceError("cuCtxPushCurrent_v2", code)
+        self._thread.depth = depth + 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._thread.depth -= 1
+        if not self._thread.depth:
+            self._pop(ctypes.byref(ctypes.c_void_p()))
+
+
+@cache
+def _offsets(record: np.dtype[np.void]) -> npt.NDArray[np.uint64]:
+    """Where the fields of a record lie, bytes."""
+    assert record.fields is not None and record.names is not None
+    return np.array([record.fields[name][1] for name in record.names], np.uint64)
 
 
 class _CopyAttributes(ctypes.Structure):
@@ -109,8 +152,6 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGet": (ctypes.c_void_p, ctypes.c_int),
     "cuDevicePrimaryCtxRetain": (ctypes.c_void_p, ctypes.c_int),
     "cuDevicePrimaryCtxRelease_v2": (ctypes.c_int,),
-    "cuCtxPushCurrent_v2": (ctypes.c_void_p,),
-    "cuCtxPopCurrent_v2": (ctypes.c_void_p,),
     "cuDeviceGetName": (ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
     "cuDriverGetVersion": (ctypes.c_void_p,),
     "cuDeviceGetPCIBusId": (ctypes.c_char_p, ctypes.c_int, ctypes.c_int),
@@ -175,6 +216,7 @@ class CudaDriver:
         self._call("cuInit", 0)
         self._call("cuDeviceGet", ctypes.byref(self._device), ordinal)
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)
+        self.current: AbstractContextManager[object] = _Current(self._lib, self._context)
         self._batch = self._find_batch()
         self._attributes = _CopyAttributes(src_access_order=_SRC_ACCESS_ORDER_STREAM)
         self._first_index = ctypes.c_size_t(0)
@@ -205,7 +247,7 @@ class CudaDriver:
 
     def stream(self, priority: int) -> int:
         handle = ctypes.c_void_p()
-        with self._current():
+        with self.current:
             self._call("cuStreamCreateWithPriority", ctypes.byref(handle), _STREAM_NON_BLOCKING, priority)
         return handle.value or 0
 
@@ -216,20 +258,20 @@ class CudaDriver:
 
     def event(self) -> int:
         handle = ctypes.c_void_p()
-        with self._current():
+        with self.current:
             self._call("cuEventCreate", ctypes.byref(handle), _EVENT_DISABLE_TIMING)
         return handle.value or 0
 
     def record(self, event: int, stream: int) -> None:
-        with self._current():
+        with self.current:
             self._call("cuEventRecord", event, stream)
 
     def wait(self, stream: int, event: int) -> None:
-        with self._current():
+        with self.current:
             self._call("cuStreamWaitEvent", stream, event, 0)
 
     def reached(self, event: int) -> bool:
-        with self._current():
+        with self.current:
             code: int = self._lib.cuEventQuery(event)
         if code not in (SUCCESS, NOT_READY, _CAPTURING):
             raise DeviceError("cuEventQuery", code)
@@ -239,7 +281,7 @@ class CudaDriver:
         """One batch where the driver has it, else one call per run."""
         if not len(runs):
             return
-        with self._current():
+        with self.current:
             if self._batch is None or pageable:
                 for dst, src, nbytes in zip(runs.dst.tolist(), runs.src.tolist(), runs.nbytes.tolist(), strict=True):
                     self._call("cuMemcpyAsync", dst, src, nbytes, stream)
@@ -261,15 +303,10 @@ class CudaDriver:
             if code != SUCCESS:
                 raise DeviceError("cuMemcpyBatchAsync", code)
 
-    def launch(self, kernel: str, ctas: int, threads: int, args: Sequence[Any], stream: int) -> None:
+    def launch(self, kernel: str, ctas: int, threads: int, parameters: npt.NDArray[np.void], stream: int) -> None:
         self.prepare(kernel)
-        # Each value at a multiple of eight, and eight bytes long at least: the driver reads what the parameter has.
-        values = [np.asarray(value).tobytes() for value in args]
-        values = [value.ljust(-(-len(value) // 8) * 8, b"\0") for value in values]
-        memory = np.frombuffer(b"".join(values), dtype="<u8")
-        starts = np.cumsum([0, *map(len, values[:-1])])
-        places = np.uint64(memory.ctypes.data) + starts.astype(np.uint64)
-        with self._current():
+        places = _offsets(parameters.dtype) + np.uint64(parameters.ctypes.data)
+        with self.current:
             self._call(
                 "cuLaunchKernel", self._kernels[kernel], ctas, 1, 1, threads, 1, 1, 0, stream, places.ctypes.data, None
             )
@@ -279,7 +316,7 @@ class CudaDriver:
             return
         function = self._by_cupy(kernel)
         if not function:
-            with self._current():
+            with self.current:
                 if not self._module:
                     self._call("cuModuleLoadData", ctypes.byref(self._module), PTX.read_bytes())
                 self._call("cuModuleGetFunction", ctypes.byref(function), self._module, kernel.encode("ascii"))
@@ -302,21 +339,21 @@ class CudaDriver:
     def device_memory(self, nbytes: int) -> int:
         # Not from torch's allocator: its memory may still be in use by work queued on torch's stream.
         address = ctypes.c_uint64()
-        with self._current():
+        with self.current:
             self._call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
         self._device_memory.append(address.value)
         return address.value
 
     def pinned_memory(self, nbytes: int) -> int:
         address = ctypes.c_void_p()
-        with self._current():
+        with self.current:
             self._call("cuMemHostAlloc", ctypes.byref(address), nbytes, _HOST_PORTABLE_AND_MAPPED)
         self._pinned_memory.append(address.value or 0)
         return address.value or 0
 
     def register(self, address: int, nbytes: int) -> None:
         mapped = ctypes.c_uint64()
-        with self._current():
+        with self.current:
             self._call("cuMemHostRegister_v2", address, nbytes, _HOST_PORTABLE_AND_MAPPED)
             try:
                 self._call("cuMemHostGetDevicePointer_v2", ctypes.byref(mapped), address, 0)
@@ -327,7 +364,7 @@ class CudaDriver:
                 raise
 
     def unregister(self, address: int) -> None:
-        with self._current():
+        with self.current:
             self._call("cuMemHostUnregister", address)
 
     def pci_bus_id(self) -> str:
@@ -337,7 +374,7 @@ class CudaDriver:
         return text.value.decode("ascii").lower()
 
     def close(self, streams: Sequence[int], events: Sequence[int]) -> None:
-        with self._current():
+        with self.current:
             for stream in streams:
                 self._call("cuStreamDestroy_v2", stream)
             for event in events:
@@ -356,16 +393,6 @@ class CudaDriver:
         code = getattr(self._lib, name)(*args)
         if code != SUCCESS:
             raise DeviceError(name, code)
-
-    @contextmanager
-    def _current(self) -> Iterator[None]:
-        """The device's context is the thread's for a moment, whichever device the caller has chosen."""
-        self._call("cuCtxPushCurrent_v2", self._context)
-        try:
-            yield
-        finally:
-            popped = ctypes.c_void_p()
-            self._lib.cuCtxPopCurrent_v2(ctypes.byref(popped))
 
     def _find_batch(self) -> Any:
         address, status = ctypes.c_void_p(), ctypes.c_int()

@@ -45,6 +45,7 @@ MODULES = {
     "vllm": ("gpu.engine", "measure"),
     "ttft": ("gpu.ttft", "measure"),
     "sanitizer": ("gpu.sanitized", "measure"),
+    "one by one": ("gpu.sanitized", "one_by_one"),
     "overrun": ("gpu.sanitized", "overrun"),
 }
 
@@ -158,7 +159,7 @@ def sanitize(part: str, path: Path, seconds: float, smoke: bool, seen: Callable[
         append(path, {"name": "one byte too far is seen", "error": "it was not reported", "detail": output[-3000:]})
     supervise([*checked, *command(part, smoke)], path, seconds / 2, seen)
     unwritten = [tool, "--tool", "initcheck", "--error-exitcode", "9", "--print-limit", "5"]
-    append(path, initcheck(unwritten, command("overrun", smoke), command(part, smoke), seconds / 4))
+    append(path, initcheck(unwritten, command("overrun", smoke), command("one by one", smoke), seconds / 4))
 
 
 def initcheck(tool: list[str], control: list[str], part: list[str], seconds: float) -> Row:

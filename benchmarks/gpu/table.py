@@ -130,7 +130,7 @@ def busy(rows: Sequence[Mapping[str, Any]]) -> list[Line]:
             continue
         named = {key: value for key, value in row.items() if key not in ("name", "seconds")}
         seen = ", ".join(f"{key} {v:.3g}" if isinstance(v, float) else f"{key} {v}" for key, v in named.items())
-        goal = verdict(row["submit_ms"] <= 5.0, "≤ 5 ms") if row.get("way") == "pump" else ""
+        goal = verdict(row["submit_ms"] <= 5.0, "≤ 5 ms") if str(row.get("way")).startswith("pump") else ""
         lines.append((row["name"], seen, goal))
     return lines
 
@@ -143,6 +143,8 @@ def first_token(rows: Sequence[Mapping[str, Any]]) -> list[Line]:
             lines.append((label, str(row.get(kind, "")), "FAILED" if kind == "error" else ""))
             continue
         seen = f"computed {row['recompute_s']:.3f} s"
+        if "own_s" in row:
+            seen += f", own cache {row['own_s']:.3f} s"
         for tier in ("g2", "g3"):
             if f"{tier}_s" in row:
                 seen += f", {tier.upper()} {row[f'{tier}_s']:.3f} s ({row[f'{tier}_speedup']:.1f}×)"

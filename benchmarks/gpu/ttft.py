@@ -15,10 +15,12 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from gpu.rows import Rows, Skip
+
+T = TypeVar("T")
 
 BLOCK_TOKENS = 16
 SUFFIX_TOKENS = 16
@@ -109,18 +111,18 @@ class Bench:
         recomputed: list[float] = []
         for _ in range(rounds):
             cache = self._cache()
-            recomputed.append(self._timed(partial(self.first_token, prompt, cache)))
+            recomputed.append(self._timed(partial(self.first_token, prompt, cache))[0])
         started = time.perf_counter()
         stored = prefixes.store(prompt, cache, attention_mask=torch.ones_like(prompt))
         assert stored == (tokens + SUFFIX_TOKENS) // BLOCK_TOKENS, f"{stored} blocks were stored"
         store_s = time.perf_counter() - started
         cache.crop(tokens)
         sums = _checksums(cache)
-        expected = self.first_token(prompt[:, tokens:], cache)  # the model's own cache hit
+        own_s, expected = self._timed(partial(self.first_token, prompt[:, tokens:], cache))  # its own cache's hit
         del cache
         flushed = prefixes.flush()
         flush_s = time.perf_counter() - started - store_s
-        figures: dict[str, Any] = {"store_s": store_s, "flush_s": flush_s}
+        figures: dict[str, Any] = {"own_s": own_s, "store_s": store_s, "flush_s": flush_s}
         with_disk = "g3" in prefixes.stats()
         if with_disk:
             assert not flushed.pending, f"not all was written: {flushed}"
@@ -130,9 +132,9 @@ class Bench:
             times = []
             for _ in range(rounds):
                 times.append(self._hit(prefixes, prompt, tokens, tiers, name[:2], expected, sums))
-                if rows.left_s < times[0] + 5:
+                if rows.left_s < times[0][0] + 5:
                     break
-            figures[name] = statistics.median(times)
+            figures[name], figures[f"{name[:2]}_fetch_s"] = map(statistics.median, zip(*times, strict=True))
         figures["recompute_s"] = statistics.median(recomputed)
         figures |= {f"{name[:2]}_speedup": figures["recompute_s"] / figures[name] for name in emptied}
         if not with_disk:
@@ -141,25 +143,26 @@ class Bench:
 
     def _hit(
         self, prefixes: Any, prompt: Any, tokens: int, emptied: list[str], tier: str, expected: int, sums: Any
-    ) -> float:
-        """Seconds from the request to its first token, with the prefix in `tier` alone or also below."""
+    ) -> tuple[float, float]:
+        """Seconds from the request to its first token, with the prefix in `tier` alone or also below; and to the end of
+        `fetch`, which waits for the copies, not for what is enqueued behind them."""
         for name in emptied:
             prefixes.pool.evict() if name == "g1" else prefixes.cache.evict(name)
         prefixes.pool.rows.fill_(0xEE)
         before = prefixes.served[tier]
-        found: list[Any] = []
 
-        def request() -> None:
+        def request() -> tuple[float, int, int, Any]:
+            started = time.perf_counter()
             cache, hit = prefixes.fetch(prompt)
-            found.extend((hit, self.first_token(prompt[:, hit:], cache), cache))
+            fetched_s = time.perf_counter() - started
+            return fetched_s, hit, self.first_token(prompt[:, hit:], cache), cache
 
-        seconds = self._timed(request)
-        hit, token, cache = found
+        seconds, (fetched_s, hit, token, cache) = self._timed(request)
         assert hit == tokens == prefixes.served[tier] - before, f"{hit} tokens hit, served {dict(prefixes.served)}"
         assert token == expected, "another first token than the model's own cache gives"
         cache.crop(tokens)
         assert torch.equal(_checksums(cache), sums), "other bytes than were stored"
-        return seconds
+        return seconds, fetched_s
 
     def first_token(self, tokens: Any, cache: Any) -> int:
         with torch.inference_mode():
@@ -214,12 +217,13 @@ class Bench:
 
         return DynamicCache(config=self._model.config)
 
-    def _timed(self, work: Callable[[], object]) -> float:
+    def _timed(self, work: Callable[[], T]) -> tuple[float, T]:
+        """Seconds that `work` takes once the device is idle, and its result."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         started = time.perf_counter()
-        work()
-        return time.perf_counter() - started
+        result = work()
+        return time.perf_counter() - started, result
 
 
 def _disk_bytes(nbytes: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import groupby
 from operator import attrgetter
 
 from kvtier.cache import Cache
@@ -57,8 +58,11 @@ class Traffic:
         whole = _leading(arrived)
         self._pool.free(slots[whole:])
         slots = slots[:whole]
-        for depth, (slot, life) in enumerate(zip(slots, hit.lives, strict=False), start):
-            self._pool.confirm([slot], chain, life, first=depth)
+        first = 0
+        for life, alike in groupby(hit.lives[:whole]):
+            end = first + len(list(alike))
+            self._pool.confirm(slots[first:end], chain, life, first=start + first)
+            first = end
         return slots
 
     # --- out ---------------------------------------------------------------------------------------------------

@@ -62,6 +62,20 @@ def test_copies_through_the_driver(driver: Callable[..., HeadlessDriver], libcud
     assert calls.count("cuEventDestroy_v2") == calls.count("cuEventCreate")
 
 
+def test_several_calls_ask_once_for_the_context(driver: Callable[..., HeadlessDriver], libcuda: ctypes.CDLL) -> None:
+    cuda = driver()
+    event = cuda.event()
+    with pytest.raises(DeviceError), cuda.current:
+        cuda.record(event, 77)
+        assert libcuda.fake_depth() == 1
+        with cuda.current:
+            assert libcuda.fake_depth() == 1
+        raise DeviceError("any", 1)
+    assert libcuda.fake_depth() == 0
+    cuda.record(event, 77)
+    assert libcuda.fake_depth() == 0, "outside of it each call asks"
+
+
 def test_pageable_memory_is_copied_one_by_one(driver: Callable[..., HeadlessDriver], libcuda: ctypes.CDLL) -> None:
     cuda = driver()
     data = np.arange(64, dtype=np.uint8)

@@ -38,6 +38,8 @@ MIB = 1 << 20
 NO_TABLE = Table("", {})
 DEVICE = "cuda"
 SHORT_S = 8.0
+DELAY_CYCLES = 2_000_000
+"""About a millisecond: the host takes tens of microseconds for a step, so that work is still enqueued at the next."""
 ITERATIONS = int(os.environ.get("KVTIER_GPU_ITERATIONS", "10000"))
 
 
@@ -174,11 +176,11 @@ class GpuWalk(Walk):
             store_window_bytes=2 * self.nbytes,
             store_window_while_loading_bytes=self.nbytes,
         )
-        super().__init__(Random(seed), cuda_engine(device, host, shape, method, limits, delay=100_000))
+        super().__init__(Random(seed), cuda_engine(device, host, shape, method, limits, delay=DELAY_CYCLES))
 
     def fill(self, block: int, value: int) -> None:
         if self.random.random() < 0.3:
-            torch.cuda._sleep(self.random.randrange(200_000))
+            torch.cuda._sleep(self.random.randrange(2 * DELAY_CYCLES))
         for layer in self.layers:
             layer[:, block] = value
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvtier.kernels.copy_kernel import ITEMS
 from kvtier.kernels.driver import OUT_OF_MEMORY, DeviceError
@@ -60,6 +62,7 @@ class SimulatedDriver:
         self._events: dict[int, _Event] = {}
         self._memory: list[np.ndarray] = []
         self._handles = 100
+        self.current = nullcontext()
         self.trouble = Trouble()
         self.calls: list[Call] = []
         self.registered: dict[int, int] = {}
@@ -118,16 +121,17 @@ class SimulatedDriver:
             self._streams[stream].append(_Operation(lambda s=src, d=dst, n=nbytes: ctypes.memmove(d, s, n)))  # type: ignore[misc]
         self._refuse("copy")
 
-    def launch(self, kernel: str, ctas: int, threads: int, args: Sequence[Any], stream: int) -> None:
+    def launch(self, kernel: str, ctas: int, threads: int, parameters: npt.NDArray[np.void], stream: int) -> None:
         self._refuse("launch")
         self.calls.append(Call("launch", stream, (kernel, ctas, threads)))
         if kernel == "kvtier_delay":
             self._streams[stream].append(_Operation(lambda: None))
             return
-        assert [arg.itemsize for arg in args] == [8] * 8 + [4] * 5 + [8 * ITEMS], (
-            "kernel arguments of other sizes than its parameters"
+        values = [np.array(parameters[name]) for name in parameters.dtype.names or ()]
+        assert [value.itemsize for value in values] == [8] * 8 + [4] * 5 + [8 * ITEMS], (
+            "kernel parameters of other sizes than it has"
         )
-        wide, narrow, numbers = np.array(args[:8], np.uint64), np.array(args[8:13], np.uint32), args[13]
+        wide, narrow, numbers = np.array(values[:8], np.uint64), np.array(values[8:13], np.uint32), values[13]
         unit = int(kernel.rpartition("_")[2])
 
         def run() -> None:
