@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,14 +12,20 @@ from kvtier.kernels.grid import grid_of
 from kvtier.kernels.layout import Addresses, Indices, Paged, Shape
 from kvtier.kernels.plan import Runs
 
-BUS_CTAS = 12
-"""Blocks of threads for a kernel that crosses the bus. Hiding 2 µs at 55 GB/s takes 110 KB in flight; twelve blocks
-keep 196 KB. More take SMs from the model and are hardly faster."""
 
-DEVICE_CTAS = 64  # for the short kernel between staging memory and the engine's layout, at HBM speed
+class Crew(NamedTuple):
+    """The most thread blocks (CTAs) of a launch, and the threads of each."""
 
-THREADS = 256
-"""Per block: few enough to lie on an SM beside another kernel's (40 registers each)."""
+    ctas: int
+    threads: int
+
+
+BUS_CREW = Crew(8, 512)
+"""Of a kernel that crosses the bus. Hiding 2 µs at 55 GB/s takes 110 KB in flight; these keep 262 KB. On an H200 twelve
+blocks of 256 are as fast and take half as many SMs again from the model (benchmarks/results/gpu-check.json)."""
+
+DEVICE_CREW = Crew(64, 256)
+"""Of the short kernel between staging memory and the engine's layout, at HBM speed."""
 
 ITEMS = 480
 """Blocks per launch: KVTIER_ITEMS of copy.cu, whose numbers travel as a parameter of 4 KiB at most."""
@@ -40,12 +47,12 @@ PARAMETERS = np.dtype(
 class CopyKernel:
     """Copies items of one shape from one paged memory to another. Keeps a small table in device memory.
 
-    `dense` is the memory whose rows are walked in order of address, `ctas` the most blocks of threads. Raises
-    DeviceError where the kernel or its table cannot be loaded.
+    `dense` is the memory whose rows are walked in order of address. Raises DeviceError where the kernel or its table
+    cannot be loaded.
     """
 
-    def __init__(self, driver: Driver, src: Paged, dst: Paged, shape: Shape, dense: Paged, ctas: int) -> None:
-        self._driver, self._ctas = driver, ctas
+    def __init__(self, driver: Driver, src: Paged, dst: Paged, shape: Shape, dense: Paged, crew: Crew) -> None:
+        self._driver, self._crew = driver, crew
         self._grid = grid = grid_of(src, dst, shape, dense=dense)
         self.name = f"kvtier_copy_{grid.unit_bytes}"
         driver.prepare(self.name)
@@ -73,7 +80,7 @@ class CopyKernel:
     def copy(self, src: Indices, dst: Indices, stream: int) -> None:
         """Enqueue the copy of items `src[i]` to `dst[i]`."""
         self.upload(stream)
-        grid, given = self._grid, self._parameters
+        grid, crew, given = self._grid, self._crew, self._parameters
         step = min(grid.max_items, ITEMS)
         for start in range(0, len(src), step):
             part = slice(start, start + step)
@@ -82,8 +89,8 @@ class CopyKernel:
             given["numbers"]["src"][:items], given["numbers"]["dst"][:items] = src[part], dst[part]
             self._driver.launch(
                 self.name,
-                ctas=max(1, min(self._ctas, -(-grid.units(items) // THREADS))),
-                threads=THREADS,
+                ctas=max(1, min(crew.ctas, -(-grid.units(items) // crew.threads))),
+                threads=crew.threads,
                 parameters=given,
                 stream=stream,
             )

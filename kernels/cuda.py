@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvtier.errors import InvalidRequest, TierError
-from kvtier.kernels.copy_kernel import BUS_CTAS, CopyKernel
+from kvtier.kernels.copy_kernel import BUS_CREW, CopyKernel
 from kvtier.kernels.driver import DeviceError, Driver
 from kvtier.kernels.layout import Indices, Paged, Shape
 from kvtier.kernels.method import Method, Table
@@ -235,7 +235,7 @@ class _Way:
         shape = replace(shape, layers=layers.stop - layers.start)
         src, dst = (device, host) if store else (host, device)
         self.planner = Planner(src, dst, shape)
-        self._make = partial(CopyKernel, driver, src, dst, shape, host, BUS_CTAS)
+        self._make = partial(CopyKernel, driver, src, dst, shape, host, BUS_CREW)
         self._kernel: CopyKernel | None = None
 
     def kernel(self) -> CopyKernel:

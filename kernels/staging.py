@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvtier.kernels.copy_kernel import DEVICE_CTAS, CopyKernel
+from kvtier.kernels.copy_kernel import DEVICE_CREW, CopyKernel
 from kvtier.kernels.driver import DeviceError, Driver
 from kvtier.kernels.layout import Indices, Paged, Region, Shape
 from kvtier.kernels.mover import Moves
@@ -35,8 +35,8 @@ class Staging:
         device, host = ends
         self._driver, self._count = driver, stage.count // _HALVES
         self._kernels = {
-            True: CopyKernel(driver, device, stage, shape, stage, DEVICE_CTAS),
-            False: CopyKernel(driver, stage, device, shape, stage, DEVICE_CTAS),
+            True: CopyKernel(driver, device, stage, shape, stage, DEVICE_CREW),
+            False: CopyKernel(driver, stage, device, shape, stage, DEVICE_CREW),
         }
         whole = Shape.opaque(shape.block_bytes)
         slots = host.at(host.bases.min().reshape(1, 1), host.count, host.stride, host.regions)

@@ -33,7 +33,7 @@ from kvtier.kernels.page_lock import page_lock, page_unlock
 from kvtier.kernels.pump import LIMITS, Pump
 
 KIB, GIB = 1 << 10, 1 << 30
-SHAPES = [(ctas, threads) for ctas in (4, 8, 12) for threads in (128, 256, 512)]
+SHAPES = [(4, 512), (4, 1024), (6, 512), (6, 1024), (8, 256), (8, 512), (12, 256), (12, 512)]
 _MFD_HUGETLB = 4  # linux/memfd.h
 _HELD_CYCLES = 400_000_000  # about 200 ms at 2 GHz
 
@@ -111,12 +111,11 @@ def calibration(bench: Bench, tiny: bool) -> Mapping[str, Any]:
 def kernel_shape(bench: Bench, fragment: int, count: int, ctas: int, threads: int) -> Mapping[str, Any]:
     if not bench.cuda:
         raise Skip("on a CPU")
-    before = cuda.BUS_CTAS, copy_kernel.THREADS
-    cuda.BUS_CTAS, copy_kernel.THREADS = ctas, threads
+    before, cuda.BUS_CREW = cuda.BUS_CREW, copy_kernel.Crew(ctas, threads)
     try:
         return bench.cell(fragment, count, Method.DIRECT)
     finally:
-        cuda.BUS_CTAS, copy_kernel.THREADS = before
+        cuda.BUS_CREW = before
 
 
 def decode(bench: Bench, tiny: bool, method: Method) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ from simulated_driver import COMPUTE, SimulatedDriver
 
 from kvtier.errors import ConfigError, InvalidRequest, TierError
 from kvtier.kernels.copy import CopyEngine, CopyLimits, Lane, Moves, Outcome
-from kvtier.kernels.copy_kernel import BUS_CTAS, ITEMS
+from kvtier.kernels.copy_kernel import BUS_CREW, ITEMS
 from kvtier.kernels.cuda import CudaMover
 from kvtier.kernels.driver import DeviceError
 from kvtier.kernels.engine import open_engine
@@ -184,7 +184,7 @@ def test_kernels_take_few_ctas(kernel_library: ctypes.CDLL) -> None:
     host = of_arenas([arena_of(64 * 65536)], 65536, shape)
     engine = CopyEngine(CudaMover(driver, device, host, shape, NO_TABLE, method=Method.DIRECT))
     engine.store(Moves.of([(i, i, 0) for i in range(64)]))
-    assert [call.detail[1] for call in driver.calls if call.name == "launch"] == [BUS_CTAS]
+    assert [call.detail[1] for call in driver.calls if call.name == "launch"] == [BUS_CREW.ctas]
     settle(engine, driver)
 
 
