@@ -277,7 +277,7 @@ async def test_a_cache_closes_while_loads_that_were_given_up_end() -> None:
         closing = asyncio.ensure_future(cache.close())
         await asyncio.sleep(0.05)
         tier.answer.set()
-        await asyncio.wait_for(closing, 5)
+        await asyncio.wait_for(closing, 60)
     assert not cache.manager.promoter.given_up.running()
 
 
