@@ -131,7 +131,7 @@ def test_whoever_is_in_a_call_when_the_cache_closes_comes_back(kind: str) -> Non
     for thread in closers:
         thread.start()
     for thread in [*threads, *closers]:
-        thread.join(max(0.1, began + 20 - time.monotonic()))
+        thread.join(max(0.1, began + 15 - time.monotonic()))
     stranded = [thread.name for thread in [*threads, *closers] if thread.is_alive()]
     assert (stranded, failures) == ([], [])
     with pytest.raises(kvtier.ClosedError):

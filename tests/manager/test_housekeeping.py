@@ -35,7 +35,7 @@ NS = sample_namespace(BLOCK)
 CONFIG = kvtier.Config.parse({"tiers": {"g2": {"capacity": 64 * BLOCK}}, "deadlines": {"close": "1s"}})
 KEYS = chain_of(NS, 8)
 SCOPE = Scope(KEYS[0][:16])
-SLOW_S = 30.0
+SLOW_S = 15.0
 """A loaded machine's time for a call that is given up after 0.1 s; a tier that does not answer takes for ever."""
 
 

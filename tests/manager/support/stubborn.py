@@ -13,7 +13,7 @@ from kvtier.testing import MemoryTier
 from kvtier.tiers.guard import GuardLimits
 from tests.support.waiting import until
 
-STUCK_S = 60.0
+STUCK_S = 20.0
 """A test that fails must end, too."""
 
 SHORT = GuardLimits(open_s=0.1, call_s=0.1, purge_s=0.1, evict_s=0.1)
