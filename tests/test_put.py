@@ -104,8 +104,9 @@ async def test_a_put_cancelled_while_it_waits_for_space_gives_back_its_guarantee
     async with kvtier.aopen(config, NS, tiers=[tier], clock=clock) as cache:
         assert await cache.put(chain, buffers_of(chain), wait=False) == 6
         putting = asyncio.create_task(cache.put(more[:8], buffers_of(more[:8]), "sure", timeout=1e6))
-        await asyncio.sleep(0.2)
-        assert not putting.done() and cache.stats()["requests"]["promises"]["guaranteed"] == 8
+        await until(lambda: cache.stats()["requests"]["promises"]["guaranteed"] == 8)
+        await until(lambda: cache.manager.hierarchy.space._waiters, "it does not wait for space")
+        assert not putting.done()
         putting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await putting

@@ -142,7 +142,7 @@ async def test_close_leaves_behind_what_hangs_and_counts_it(caplog: pytest.LogCa
         await asyncio.sleep(0)
     began = time.monotonic()
     await at.supervisor.close(at.clock.monotonic())
-    assert time.monotonic() - began < 1 and at.supervisor.abandoned == 1 and "stuck" in caplog.text
+    assert time.monotonic() - began < 10 and at.supervisor.abandoned == 1 and "stuck" in caplog.text
     go.set()
 
 
@@ -163,7 +163,7 @@ class TestLoopOnThread:
             time.sleep(0.001)
         loop.end(1.0)
         for thread in threads:
-            thread.join(5)
+            thread.join(30)
         assert [type(error) for error in caught] == [ClosedError] * 4
         with pytest.raises(ClosedError):
             loop.submit(asyncio.sleep(0))
@@ -180,7 +180,7 @@ class TestLoopOnThread:
         with pytest.raises(TimeoutError):
             loop.run(asyncio.sleep(0), 0.05)
         loop.end(0.05)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
         with pytest.raises(ClosedError):
             future.result(0)
         go.set()
@@ -196,5 +196,5 @@ class TestLoopOnThread:
 
         with pytest.raises(TimeoutError):
             loop.run(slow(), 0.02)
-        assert ended.wait(5)
+        assert ended.wait(30)
         loop.end(1.0)

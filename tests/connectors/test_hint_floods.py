@@ -91,11 +91,11 @@ def standing_still(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[threa
     def go_on() -> None:
         executor = world.feedback._executor
         assert executor is not None and executor.fetching
-        world.cache.submit(_call(goes_on.set)).result(5)
-        until = time.monotonic() + 10
+        world.cache.submit(_call(goes_on.set)).result(60)
+        until = time.monotonic() + 60
         while executor.fetching:
             assert time.monotonic() < until
-            world.cache.submit(asyncio.sleep(0.001)).result(5)
+            world.cache.submit(asyncio.sleep(0.001)).result(60)
 
     monkeypatch.setattr(world.tier, "read", stuck)
     return reading, go_on

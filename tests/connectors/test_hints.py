@@ -19,6 +19,7 @@ from kvtier.identity.keys import BlockKey, Scope, scope_of, tenant_of
 from kvtier.metrics import figures_of
 from kvtier.retention.hints import DURATION_S_MAX
 from kvtier.testing import MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace
+from tests.support.waiting import eventually
 
 SIZE, SLOTS, SHARE = 4096, 40, 0.5
 NS = sample_namespace(SIZE)
@@ -173,18 +174,8 @@ def test_a_session_is_fetched_before_it_goes_on(world: World) -> None:
     assert world.cache.manager.prefix(prompt) == 0
     assert world.outcomes(A, PROMPTS[A][0], action("kv.prefetch", session_id="s")) == ["accepted"]
     world.cache.flush(10)
-    for _ in range(200):
-        if world.cache.manager.prefix(prompt) == len(prompt):
-            break
-        world.cache.submit(_turn()).result(5)
-    assert world.cache.manager.prefix(prompt) == len(prompt)
+    assert eventually(lambda: world.cache.manager.prefix(prompt) == len(prompt))
     assert world.outcomes(A, PROMPTS[A][0], action("kv.prefetch", session_id="nobody")) == ["rejected"]
-
-
-async def _turn() -> None:
-    import asyncio
-
-    await asyncio.sleep(0.005)
 
 
 def test_what_is_kept_is_not_given_up(world: World) -> None:

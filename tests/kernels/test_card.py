@@ -33,6 +33,7 @@ from kvtier.kernels.cuda import CudaMover
 from kvtier.kernels.method import COUNTS, Method, Table
 from kvtier.kernels.mover import Flight
 from kvtier.kernels.pump import LIMITS, Pump
+from tests.support.cpu import uncollected
 
 
 @pytest.fixture
@@ -144,9 +145,11 @@ def test_submitting_4_gib_of_loads_takes_the_models_thread_less_than_5_ms(
     pump = pump_of(card, case, GIB_4, method)
     card.forward(0.2)
     moves = moves_of(GIB_4)
-    began, cpu = card.clock, time.thread_time()
-    pump.load(moves)
-    assert card.clock - began + time.thread_time() - cpu <= 5e-3, "the driver's time, and Python's"
+    with uncollected():
+        began, cpu = card.clock, time.thread_time()
+        pump.load(moves)
+        spent = card.clock - began + time.thread_time() - cpu
+    assert spent <= 5e-3, "the driver's time, and Python's"
     assert 0.2 < finish_pump(card, pump, 1) < 0.2 + 1.3 * GIB_4 * case.block_bytes / card.parameters["link_bytes_s"]
 
 
@@ -229,9 +232,11 @@ def test_a_pump_launches_layers_while_the_model_launches_its_own(card: Card, met
     pump = pump_of(card, SGLANG_8B, blocks, method, load_parts=8)
     card.forward(0.2)
     moves = moves_of(blocks)
-    began, cpu = card.clock, time.thread_time()
-    ticket = pump.load(moves)
-    assert card.clock - began + time.thread_time() - cpu <= 5e-3, "the driver's time, and Python's"
+    with uncollected():
+        began, cpu = card.clock, time.thread_time()
+        ticket = pump.load(moves)
+        spent = card.clock - began + time.thread_time() - cpu
+    assert spent <= 5e-3, "the driver's time, and Python's"
     launched: list[tuple[int, float]] = []  # layers that are launched, and when
     real = pump._launched
 

@@ -10,6 +10,7 @@ import kvtier
 from kvtier.retention.terms import Depth
 from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace
 from kvtier.testing.memory import MemoryStore
+from tests.support.waiting import until
 
 BLOCK = 4096
 NS = sample_namespace(BLOCK)
@@ -29,11 +30,8 @@ def pins(cache: kvtier.AsyncCache) -> int:
 
 
 async def settle(cache: kvtier.AsyncCache) -> None:
-    await cache.flush(timeout=5)
-    for _ in range(200):
-        if not pins(cache):
-            return
-        await asyncio.sleep(0.01)
+    await cache.flush(timeout=30)
+    await until(lambda: not pins(cache), "somebody still holds a slot")
 
 
 @pytest.mark.parametrize("verb", ["get", "put", "flush", "match"])

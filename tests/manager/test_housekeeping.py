@@ -35,6 +35,8 @@ NS = sample_namespace(BLOCK)
 CONFIG = kvtier.Config.parse({"tiers": {"g2": {"capacity": 64 * BLOCK}}, "deadlines": {"close": "1s"}})
 KEYS = chain_of(NS, 8)
 SCOPE = Scope(KEYS[0][:16])
+SLOW_S = 15.0
+"""A loaded machine's time for a call that is given up after 0.1 s; a tier that does not answer takes for ever."""
 
 
 @asynccontextmanager
@@ -106,7 +108,7 @@ async def test_a_purge_that_one_tier_fails_reaches_the_others_and_is_tried_again
         began = time.monotonic()
         with pytest.raises(TierError):
             await cache.purge()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < SLOW_S
         assert len(tier.store.entries) == 8, "G3 itself was not purged"
         assert len(deep.store.entries) == 0
         assert cache.manager.prefix(KEYS) == 0, "G2's tombstone does not wait"
@@ -128,7 +130,7 @@ async def test_an_evict_without_an_answer_is_bounded(kind: str) -> None:
         await put(cache)
         began = time.monotonic()
         assert await cache.evict("g3") == 0
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < SLOW_S
         assert cache.manager.lower["g3"].inner.breaker.errors > 0
         tier.stuck = frozenset()
 
@@ -162,7 +164,8 @@ async def test_a_tier_that_does_not_open_is_left_out_and_closed_when_it_does(kin
 ABSORBED = ["write failed", "lookup failed"]
 """Logged where an error costs one answer of a tier, not the task."""
 
-TASKS = ["housekeeping", "g3 write-behind", "g4 write-behind", "g4 strides"]
+PERIODIC = "housekeeping"
+TASKS = [PERIODIC, "g3 write-behind", "g4 write-behind", "g4 strides"]
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -180,22 +183,25 @@ async def test_a_task_that_is_killed_at_any_await_is_restarted_and_the_cache_liv
         async with opened(clock, tiers, (task, killed)) as cache:
             supervisor = cache.manager.hierarchy.supervisor
             await put(cache)
-            await cache.flush(timeout=5)
-            await asyncio.sleep(0.02)
+            await cache.flush(timeout=30)
+            if task == PERIODIC:
+                await until(lambda: killed.struck or killed.runs >= 2)  # noqa: B023
             struck = killed.struck
             killed.struck = True
-            if struck and not any(answer in caplog.text for answer in ABSORBED):
+            absorbed = lambda: any(answer in caplog.text for answer in ABSORBED)  # noqa: E731
+            await until(lambda: not struck or supervisor.restarts or absorbed())  # noqa: B023
+            if struck and not absorbed():
                 assert supervisor.restarts == {task: 1}
             caplog.clear()
             fresh = chain_of(NS, 8, seed=1)
             await asyncio.sleep(0.12 if struck else 0)
             await put(cache, fresh)
-            flushed = await cache.flush(timeout=5)
+            flushed = await cache.flush(timeout=30)
             assert flushed.pending == 0
             await cache.evict("g2")
             async with cache.get(fresh) as hit:
                 assert [bytes(block) for block in hit.blocks] == payloads_of(fresh, BLOCK)
-            await cache.flush(timeout=5)
+            await cache.flush(timeout=30)
             await until(lambda: not any(slot.pins for slot in cache.manager.host.index.values()))
             cache.check()
         if not struck:
@@ -236,7 +242,7 @@ async def test_a_task_that_keeps_dying_takes_its_tier_out_until_a_probe() -> Non
         assert await cache.match(KEYS) == 0
         assert "write-behind" in cache.stats()["tasks"]["out"]["g3"]
         queue._take = take  # type: ignore[method-assign]
-        await asyncio.sleep(0.5)
+        await until(lambda: not queue.pending())
         clock.advance(1)
         assert await cache.match(KEYS) == 8
         assert cache.stats()["g3"]["health"] == "well"

@@ -94,7 +94,7 @@ MEANWHILE: dict[str, Verb] = {
 
 async def settled(cache: Cache) -> None:
     manager = cache.manager
-    for _ in range(200):
+    for _ in range(2000):
         await cache.flush(1.0)
         with manager.lock:
             quiet = not (manager.host.pins.slots or manager.host.filling() or manager.host.quarantined)

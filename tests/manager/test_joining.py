@@ -15,8 +15,8 @@ from kvtier.retention.terms import Depth
 from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payloads_of
 from kvtier.testing.memory import MemoryStore
 from kvtier.tiers.breaker import Health
-from tests.manager.support.stubborn import StubbornTier
-from tests.manager.test_housekeeping import BLOCK, KEYS, NS, opened, put, until
+from tests.manager.support.stubborn import StubbornTier, has_ended
+from tests.manager.test_housekeeping import BLOCK, KEYS, NS, SLOW_S, opened, put, until
 
 CLOSED = [Fault("open", "error")]
 
@@ -28,7 +28,14 @@ def g4(clock: VirtualClock, stride: int = 1) -> MemoryTier:
 async def joined(cache: kvtier.AsyncCache, clock: VirtualClock, name: str) -> None:
     clock.advance(60)
     await until(lambda: name in cache.manager.lower)
-    await asyncio.sleep(0.02)
+    await has_ended(f"{name} open")
+
+
+async def tried(cache: kvtier.AsyncCache, clock: VirtualClock, pause_s: float) -> None:
+    """After so long G3 is tried again, without success."""
+    before = clock.monotonic()
+    clock.advance(pause_s)
+    await until(lambda: cache.manager.lower.out["g3"].next_try > before + pause_s)
 
 
 async def served(cache: kvtier.AsyncCache, keys: list[bytes], tier: str) -> None:
@@ -82,9 +89,8 @@ async def test_it_is_tried_at_growing_intervals_and_says_when() -> None:
             assert stats["g3"] == {"health": "out"}
             assert stats["tasks"]["out"]["g3"] == f"not open: g3: open: injected; next try in {pause_s} s"
             tries = faulty.hits[CLOSED[0]]
-            clock.advance(pause_s)
-            await until(lambda tries=tries: faulty.hits[CLOSED[0]] == tries + 1)
-            await asyncio.sleep(0.01)
+            await tried(cache, clock, pause_s)
+            assert faulty.hits[CLOSED[0]] == tries + 1
         assert not stats["tasks"]["restarts"]
 
 
@@ -95,13 +101,13 @@ async def test_an_opening_that_does_not_answer_is_ended_before_the_next(kind: st
     tier.stuck = frozenset(["open"] if kind == "stubborn" else [])
     faulty = FaultyTier(tier, [Fault("open", kind)] if kind != "stubborn" else [])
     async with opened(clock, [faulty]) as cache:
+        guard = cache.manager.lower.every()[0].inner
         for _ in range(3):
-            clock.advance(60)
-            await asyncio.sleep(0.2)
+            await tried(cache, clock, 60)
         assert not cache.manager.lower
         faulty.faults.clear()
         tier.stuck = frozenset()
-        await asyncio.sleep(0.02)
+        await until(lambda: not guard._given_up)
         await joined(cache, clock, "g3")
         assert cache.manager.lower["g3"].health is Health.WELL
         await put(cache)
@@ -122,9 +128,8 @@ async def test_what_was_purged_meanwhile_is_never_served_by_it() -> None:
         clock.advance(10)
         near.faults.remove(CLOSED[0])
         for tries in (1, 2):
-            clock.advance(60)
-            await until(lambda tries=tries: near.hits.get(near.faults[0], 0) == tries)
-            await asyncio.sleep(0.02)
+            await tried(cache, clock, 60)
+            assert near.hits[near.faults[0]] == tries
             assert "g3" not in cache.manager.lower, "it has not taken the purge yet"
         await joined(cache, clock, "g3")
         assert await cache.match(KEYS) == 0 and not store.entries
@@ -188,13 +193,14 @@ async def test_a_cache_closes_while_a_tier_of_its_own_opens() -> None:
     clock = VirtualClock()
     tier = StubbornTier(NS, clock)
     faulty = FaultyTier(tier, list(CLOSED))
-    async with opened(clock, [faulty]):
+    async with opened(clock, [faulty]) as cache:
+        guard = cache.manager.lower.every()[0].inner
         faulty.faults.clear()
         tier.stuck = frozenset(["open"])
         clock.advance(60)
         await asyncio.sleep(0.02)
         began = time.monotonic()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < SLOW_S
     tier.stuck = frozenset()
-    await asyncio.sleep(0.05)
+    await until(lambda: not guard._given_up)
     assert not tier._opened

@@ -18,6 +18,7 @@ from kvtier.testing.short_slices import slices_of
 from kvtier.tiers.host.pins import Holds
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Loaded, Miss, Target
+from tests.manager.support.late import give_up
 from tests.support.waiting import until
 
 BLOCK = 4096
@@ -157,7 +158,9 @@ async def test_a_tier_that_is_late_for_patient_callers_goes_out_of_service() -> 
     clock = SystemClock()
     tier = FaultyTier(MemoryTier(NS, clock), [Fault("lookup", "hang")])
     async with kvtier.aopen(CONFIG, NS, clock=clock, tiers=[tier]) as cache:
-        for _ in range(6):
+        for _ in range(60):
+            if not cache.manager.lower["g3"].healthy():
+                break
             await cache.match(chain_of(NS, 2), timeout=0.15)
         assert not cache.manager.lower["g3"].healthy()
 
@@ -269,13 +272,12 @@ async def test_a_cache_closes_while_loads_that_were_given_up_end() -> None:
     await cache.flush()
     await cache.evict("g2")
     with slices_of(4):
-        with await cache._get(chain, SystemClock().monotonic() + 0.05, 0) as hit:
-            assert len(hit.blocks) == 0 and hit.miss == "late"
+        await give_up(cache, chain)
         assert len(cache.manager.promoter.given_up.running()) == 4
         closing = asyncio.ensure_future(cache.close())
         await asyncio.sleep(0.05)
         tier.answer.set()
-        await asyncio.wait_for(closing, 5)
+        await asyncio.wait_for(closing, 60)
     assert not cache.manager.promoter.given_up.running()
 
 
@@ -311,14 +313,17 @@ async def test_pins_go_though_their_release_is_cancelled_before_it_begins(monkey
 
 
 class Crowded(MemoryTier):
-    """Knows how many reads were under way at once, each of which takes `read_s`."""
+    """Knows how many reads were under way at once, each of which waits for `answer`."""
 
-    read_s, now, most = 0.0, 0, 0
+    def __init__(self) -> None:
+        super().__init__(NS, SystemClock())
+        self.answer, self.now, self.most = asyncio.Event(), 0, 0
+        self.answer.set()
 
     async def read(self, chain: Sequence[BlockKey], targets: Sequence[Target], deadline: float) -> list[Loaded | Miss]:
         self.now += 1
         self.most = max(self.most, self.now)
-        await asyncio.sleep(self.read_s)
+        await self.answer.wait()
         self.now -= 1
         return await super().read(chain, targets, deadline)
 
@@ -326,16 +331,15 @@ class Crowded(MemoryTier):
 async def test_a_long_prompt_leaves_the_tier_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many loads, of which a bound is under way; those behind the deadline are not begun."""
     monkeypatch.setattr("kvtier.manager.slices.LOADED_BLOCKS", 1)
-    tier, chain = Crowded(NS, SystemClock()), chain_of(NS, 3 * LOADS_AT_ONCE)
+    tier, chain = Crowded(), chain_of(NS, 3 * LOADS_AT_ONCE)
     async with kvtier.aopen(CONFIG, NS, tiers=[tier]) as cache:
         await cache.put(chain, payloads_of(chain, BLOCK))
         await cache.flush()
         await cache.evict("g2")
-        tier.read_s = 0.5
-        async with cache.get(chain, 0.1) as hit:
-            assert len(hit.blocks) == 0 and hit.miss == "late"
+        tier.answer.clear()
+        await give_up(cache, chain, LOADS_AT_ONCE)
         assert tier.most == LOADS_AT_ONCE == cache.manager.promoter.overdue
-        tier.read_s = 0.0
+        tier.answer.set()
         await asyncio.gather(*cache.manager.promoter.given_up.running())
         async with cache.get(chain, 10) as hit:
             assert [bytes(block) for block in hit.blocks] == payloads_of(chain, BLOCK)
@@ -354,8 +358,7 @@ async def test_reads_that_never_end_leave_the_other_tiers() -> None:
         await cache.flush()
         await cache.evict("g2")
         sick.faults = [Fault("read", "hang", times=1)]
-        async with cache.get(chain, 0.1) as hit:
-            assert hit.miss == "late"
+        await give_up(cache, chain)
         stats = cache.stats()
         assert stats["g3"]["health"] == "out" and "16 blocks" in stats["tasks"]["out"]["g3"]
         assert stats["g4"]["health"] == "well" and stats["g2"]["quarantined"] == 16

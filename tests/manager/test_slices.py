@@ -146,7 +146,7 @@ async def steps_of(
     return out
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("lower", ["g3", *(pytest.param(lower, marks=pytest.mark.long) for lower in ("g4", "both"))])
 async def test_no_hold_and_no_turn_grows_with_a_chain(lower: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtier.manager.housekeeping.Housekeeping.run", nothing)

@@ -17,6 +17,7 @@ from kvtier.retention.terms import Depth
 from kvtier.testing import MemoryTier, chain_of, payloads_of, sample_namespace
 from kvtier.tiers.protocol import Loaded, Miss, Target
 from kvtier.times import Mono
+from tests.manager.support.late import give_up
 from tests.support.waiting import until
 
 BLOCK = 4096
@@ -55,8 +56,7 @@ async def leave_stuck(cache: kvtier.AsyncCache, tier: Stuck, chain: list[BlockKe
     await cache.flush()
     await cache.evict("g2")
     tier.gate.clear()
-    async with cache.get(chain, 0.05) as hit:
-        assert hit.miss == "late"
+    await give_up(cache, chain)
     await asyncio.sleep(0.15)
 
 
@@ -89,7 +89,7 @@ async def test_nobody_waits_long_for_a_read_that_is_stuck() -> None:
     tier = Stuck(clock, scribbles=False)
     async with kvtier.aopen(CONFIG, NS, clock=clock, tiers=[tier]) as cache:
         await leave_stuck(cache, tier, chain)
-        async with asyncio.timeout(10), cache.get(chain, 100) as hit:
+        async with asyncio.timeout(30), cache.get(chain, 100) as hit:
             assert len(hit.blocks) == 0 and hit.miss == "pending"
         tier.gate.set()
         await until(lambda: not cache.manager.promoter.overdue)
@@ -126,7 +126,7 @@ async def test_a_tier_is_not_asked_again_for_a_block_that_it_is_stuck_with() -> 
     async with kvtier.aopen(CONFIG, NS, clock=clock, tiers=[tier]) as cache:
         await leave_stuck(cache, tier, chain)
         for _ in range(2):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 found = await cache.manager.promoter.load(chain, {"g3": [0, 1]}, Mono(clock.monotonic() + 100))
             assert dict(found) == {0: Miss.LATE, 1: Miss.LATE}
         assert cache.stats()["g2"]["quarantined"] == 2
@@ -147,7 +147,7 @@ async def test_a_tier_is_not_asked_again_for_a_block_that_another_brought_and_g2
             assert set(hit.tiers) == {"g4"}
         await cache.evict("g2")
         assert not any(map(cache.manager.holds, chain))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             found = await cache.manager.promoter.load(chain, {"g3": [0, 1]}, Mono(clock.monotonic() + 100))
         assert dict(found) == {0: Miss.LATE, 1: Miss.LATE}
         tier.gate.set()
@@ -164,11 +164,14 @@ async def test_who_shares_a_read_waits_for_it_until_it_is_stuck(monkeypatch: pyt
         await cache.flush()
         await cache.evict("g2")
         tier.gate.clear()
-        first = asyncio.create_task(cache.manager.promoter.load(chain, {"g3": [0, 1]}, Mono(clock.monotonic() + 0.4)))
+        began = clock.monotonic()
+        first = asyncio.create_task(cache.manager.promoter.load(chain, {"g3": [0, 1]}, Mono(began + 0.4)))
         await until(cache.manager.host.filling)
-        async with asyncio.timeout(10), cache.get(chain, 100) as hit:
+        async with asyncio.timeout(30), cache.get(chain, 100) as hit:
             assert hit.miss == "late"
-        assert first.done() and cache.manager.promoter.overdue == 2
+        assert clock.monotonic() - began >= 0.4, "it has not waited until the load was given up"
+        await asyncio.wait_for(first, 10)
+        assert cache.manager.promoter.overdue == 2
         tier.gate.set()
         await until(lambda: not cache.stats()["g2"]["quarantined"])
         cache.check()
@@ -180,13 +183,13 @@ async def test_a_cache_closes_beside_a_read_that_is_stuck() -> None:
     tier = Stuck(clock)
     tiers = [tier, MemoryTier(NS, clock, name="g4", depth=Depth.G4)]
     cache = kvtier.aopen(CONFIG, NS, clock=clock, tiers=tiers)
-    async with asyncio.timeout(20), cache:
+    async with asyncio.timeout(30), cache:
         await cache.put(chain, payloads_of(chain, BLOCK))
         await cache.flush()
         await cache.evict("g2")
         tier.gate.clear()
-        async with cache.get(chain, 0.05):
-            await asyncio.sleep(0.15)
+        await give_up(cache, chain)
+        await asyncio.sleep(0.15)
         async with cache.get(chain, 20) as hit:
             assert set(hit.tiers) == {"g4"}
         cache.check()
@@ -213,10 +216,10 @@ async def test_a_cache_closes_in_time_beside_a_read_that_heeds_no_cancellation()
     await leave_stuck(cache, tier, chain)
     (load,) = cache.manager.promoter.given_up.running()
     closing = asyncio.ensure_future(cache.close())
-    await asyncio.wait({closing}, timeout=2.5)
+    await asyncio.wait({closing}, timeout=30)
     in_time = closing.done() and not load.done()
     tier.gate.set()
-    await asyncio.wait({load, closing}, timeout=5)
+    await asyncio.wait({load, closing}, timeout=30)
     assert in_time and load.done() and not cache.manager.promoter.given_up.running()
 
 

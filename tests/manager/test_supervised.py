@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,10 @@ from kvtier.supervisor import FAILURES_MAX, Service, Supervisor
 from kvtier.testing import FaultyTier, MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace
 from kvtier.testing.memory import MemoryStore
 from kvtier.tiers.breaker import Health
-from tests.manager.support.stubborn import Injected, Killed
+from tests.manager.support.stubborn import Injected, Killed, has_ended
 from tests.manager.test_housekeeping import TASKS, opened, put, until
 from tests.manager.test_joining import CLOSED
+from tests.support.waiting import eventually
 from tests.tiers.objects.test_background import TASKS as OBJECT_TASKS
 
 BLOCK = 4096
@@ -42,13 +41,6 @@ def right(cache: kvtier.Cache, tier: str) -> bool:
     with cache.get(KEYS, timeout=5) as hit:
         assert [bytes(block) for block in hit.blocks] == payloads_of(list(KEYS), BLOCK)[: len(hit)]
         return len(hit) == len(KEYS) and set(hit.tiers) == {tier}
-
-
-def wait(true: Callable[[], object], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.02)
 
 
 def test_every_background_task_is_named_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,14 +66,14 @@ def test_a_process_that_keeps_ending_takes_g3_out_until_a_probe(
         assert cache.flush().durable["g3"] == len(KEYS)
         tier, lower = cache.manager.lower["g3"].inner.inner, cache.manager.lower["g3"]
         for count in range(1, FAILURES_MAX + 1):
-            wait(lambda: tier._worker is not None)
+            assert eventually(lambda: tier._worker is not None)
             os.kill(tier._worker.process.pid, signal.SIGKILL)  # type: ignore[union-attr]
-            wait(lambda count=count: cache.stats()["tasks"]["restarts"].get(PROCESS) == count)
+            assert eventually(lambda count=count: cache.stats()["tasks"]["restarts"].get(PROCESS) == count)
         assert sum(record.exc_info is not None for record in caplog.records) == 1
-        wait(lambda: lower.health is Health.OUT)
+        assert eventually(lambda: lower.health is Health.OUT)
         assert f"{PROCESS} failed 3 times" in cache.stats()["tasks"]["out"]["g3"]
-        wait(lambda: tier._worker is not None)
-        wait(lambda: right(cache, "g3"))
+        assert eventually(lambda: tier._worker is not None)
+        assert eventually(lambda: right(cache, "g3"))
         assert lower.health is Health.WELL and cache.stats()["tasks"]["out"] == {}
         cache.check()
 
@@ -115,8 +107,8 @@ async def test_the_task_that_keeps_the_process_is_killed_at_any_await(
             tier = cache.manager.lower["g3"].inner.inner
             if at:
                 os.kill(tier._worker.process.pid, signal.SIGKILL)  # type: ignore[union-attr]
-                wait(lambda: cache.stats()["tasks"]["restarts"].get(PROCESS, 0) >= 1)  # noqa: B023
-            wait(lambda: tier._worker is not None and right(cache, "g3"))  # noqa: B023
+                assert eventually(lambda: cache.stats()["tasks"]["restarts"].get(PROCESS, 0) >= 1)  # noqa: B023
+            assert eventually(lambda: tier._worker is not None and right(cache, "g3"))  # noqa: B023
             if killed.struck:
                 assert cache.stats()["tasks"]["restarts"] == {PROCESS: 2 if at else 1}
             cache.check()
@@ -138,7 +130,7 @@ async def test_the_task_that_opens_a_tier_again_is_killed_at_any_await() -> None
             await until(lambda: "g3" in cache.manager.lower or killed.struck)  # noqa: B023
             clock.advance(120)
             await until(lambda: "g3" in cache.manager.lower)
-            await asyncio.sleep(0.15 if killed.struck else 0.02)
+            await has_ended("g3 open")
             struck, killed.struck = killed.struck, True
             restarts = dict(cache.manager.hierarchy.supervisor.restarts)
             assert restarts == ({"g3 open": 1} if struck else {})

@@ -17,6 +17,7 @@ from kvtier.clock import SystemClock
 from kvtier.connectors.promoted import Promoted
 from kvtier.connectors.sglang.requests import put_answer
 from tests.connectors.sglang.support.linker_bench import PAGE, keys_of
+from tests.support.waiting import eventually
 
 
 def stored_below(b: Any, keys: list[Any]) -> Any:
@@ -137,19 +138,14 @@ def test_prompts_are_pinned_whether_they_are_looked_up_or_on_the_device(bench: A
     for req in (known, b.req("t")):  # no look-up comes
         b.linker.before_lookup(req, lambda: keys[:3], b.vote)
         b.linker.admitted(req)
-    for _ in range(100):
-        if len(cache.pins.list()) == 2:
-            break
-        time.sleep(0.02)
+    assert eventually(lambda: len(cache.pins.list()) == 2)
     assert {pin.name: pin.blocks for pin in cache.pins.list()} == {"manual": 4, "hot": 3}
     b.offload(keys, [1, 2, 3, 4])
     b.settle()
     assert {pin.name: pin.resident for pin in cache.pins.list()} == {"manual": 4, "hot": 3}
-    for _ in range(100):  # the answer changes when the pin is on disk
-        ((reported,),) = known.customized_info.values()
-        if "until" in reported["pin"]:
-            break
-        time.sleep(0.02)
+    answer = lambda: next(iter(known.customized_info.values()))[0]  # noqa: E731
+    assert eventually(lambda: "until" in answer()["pin"]), "it changes when the pin is on disk"
+    reported = answer()
     assert reported["pin"]["name"] == "hot" and reported["pin"]["until"] > 0
 
 

@@ -367,12 +367,12 @@ class TestFaults:
     def test_a_late_copy_keeps_its_memory_until_it_ends_and_costs_hits_only(
         self, config: Any, model: Any, clock: Any, lane: Lane, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(device, "_COPY_TIMEOUT_S", 0.01)
         ids = prompt(200)
         with PrefixCache(config(g1=16, deadlines={"put": "200ms"}), model, clock=clock, tiers=[]) as prefixes:
             cold, _ = turn(prefixes, model, ids)
             prefixes.flush()
             prefixes.pool.evict()
+            monkeypatch.setattr(device, "_COPY_TIMEOUT_S", 0.01)
             pool, host, started = prefixes.pool, prefixes.cache.manager.host, Event()
             hold(pool, lane, started, monkeypatch)
             for other in (ids, prompt(250, seed=8), ids):

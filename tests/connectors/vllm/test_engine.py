@@ -169,7 +169,7 @@ def test_a_hanging_disk_costs_a_request_no_more_than_the_deadline(engine: Any) -
     out = engine.timed(prompts=[prompt(65)], tokens=24)
     engine.limit(lookup_deadline_s=30.0)
     engine.sicken(tier="g3", how="")
-    assert out["tokens"] == tokens(right) and out["seconds"] < 5
+    assert out["tokens"] == tokens(right) and out["seconds"] < 15
     assert engine.counters()["lookups_late"] == late + 1
     engine.sleep(seconds=0.2)
     engine.settle()

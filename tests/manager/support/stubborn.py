@@ -11,8 +11,9 @@ from kvtier.manager.manager import Manager
 from kvtier.supervisor import Service, Supervisor
 from kvtier.testing import MemoryTier
 from kvtier.tiers.guard import GuardLimits
+from tests.support.waiting import until
 
-STUCK_S = 8.0
+STUCK_S = 20.0
 """A test that fails must end, too."""
 
 SHORT = GuardLimits(open_s=0.1, call_s=0.1, purge_s=0.1, evict_s=0.1)
@@ -54,14 +55,17 @@ class Injected(Exception):
 
 
 class Killed:
-    """Runs a coroutine, and throws Injected into it where it waits for the `at`-th time. `struck`: it came to that."""
+    """Runs a coroutine, and throws Injected into it where it waits for the `at`-th time. `struck`: it came to that.
+    `runs`: how often one ended by itself."""
 
     def __init__(self, at: int) -> None:
         self.at = at
         self.struck = False
+        self.runs = 0
 
     async def run(self, work: Coroutine[Any, Any, None]) -> None:
         await _Steps(self, work)
+        self.runs += 1
 
 
 class _Steps(Awaitable[None]):
@@ -88,6 +92,11 @@ class _Steps(Awaitable[None]):
                 step = self._work.send
             except BaseException as error:
                 step, argument = self._work.throw, error
+
+
+async def has_ended(task: str) -> None:
+    """Wait until the background task of this name has come to its end, also where it was killed and restarted."""
+    await until(lambda: all(each.get_name() != task for each in asyncio.all_tasks()))
 
 
 def kill(supervisor: Supervisor, name: str, killed: Killed) -> None:

@@ -103,7 +103,7 @@ async def _exercise(tier: DiskTier) -> None:
 
 
 async def _works_again(tier: DiskTier) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     fresh = chain_of(NAMESPACE, CAPACITY, seed=77)
     while True:
         try:
@@ -186,7 +186,7 @@ async def test_a_volume_that_fills_up_at_any_step_refuses_and_recovers(volume: P
         if step == 0:
             assert stored == [], "the control: a full volume must have refused something"
         filler.unlink()
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while {one.durable for chain in chains for one in await put(tier, chain)} != {True}:
             assert time.monotonic() < end, "room came back, but nothing can be stored"
             await asyncio.sleep(0.02)

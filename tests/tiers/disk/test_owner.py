@@ -6,12 +6,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from kvtier.tiers.disk.owner import Owner
+from tests.support.waiting import eventually
 from tests.tiers.disk.support.subprocesses import ROOT, environment
 
 
@@ -28,8 +28,7 @@ def test_a_live_but_stopped_owner_keeps_its_slots() -> None:
         assert not Owner(sleeper.pid, started, me.pid_namespace, bytes(16), 5).alive(me), "an earlier boot"
         assert not Owner(me.pid, me.started, me.pid_namespace, me.boot, 2).alive(me), "an earlier incarnation of us"
         sleeper.kill()
-        time.sleep(0.05)
-        assert not other.alive(me), "a zombie cannot write"
+        assert eventually(lambda: not other.alive(me)), "a zombie cannot write"
     finally:
         sleeper.kill()
         sleeper.wait()
@@ -39,6 +38,7 @@ def test_a_live_but_stopped_owner_keeps_its_slots() -> None:
 ALIVE = """
 import sys
 from kvtier.tiers.disk.owner import Owner
+from tests.support.waiting import eventually
 print(Owner.decode(bytes.fromhex(sys.argv[1])).alive(Owner.current()))
 """
 

@@ -14,6 +14,7 @@ from kvtier.tiers.disk import recovery
 from kvtier.tiers.disk.preallocate import Preallocator
 from kvtier.tiers.disk.slab import DRAFT, Calls, Slab, SystemCalls
 from kvtier.tiers.protocol import Stored
+from tests.support.waiting import until
 from tests.tiers.disk.support.store import get, opened, put, slabs
 
 BLOCK = 64 << 10
@@ -147,10 +148,7 @@ async def test_an_idle_store_preallocates(tmp_path: Path, monkeypatch: pytest.Mo
         await asyncio.sleep(0.05)
         assert len(slabs(path)) == 1, "not half full"
         await put(tier, chain, range(6, 12))
-        for _ in range(200):
-            if len(slabs(path)) == 2:
-                break
-            await asyncio.sleep(0.01)
+        await until(lambda: len(slabs(path)) == 2)
         (_, second) = slabs(path)
         assert await put(tier, chain, range(12, 32)) == [Stored.STORED] * 20
         assert allocated.count(second.stat().st_ino) == 1

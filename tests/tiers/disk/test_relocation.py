@@ -343,7 +343,7 @@ async def test_closing_gives_back_the_slot_of_a_copy_under_way(tmp_path: Path, m
 
     def slow(slab: Slab, one: Relocation) -> Copied:
         begun.set()
-        stops.wait(10)
+        stops.wait(60)
         time.sleep(0.3)  # while the rest is closed
         return copy_block(slab, one)
 
@@ -354,7 +354,7 @@ async def test_closing_gives_back_the_slot_of_a_copy_under_way(tmp_path: Path, m
     async with two_sizes(tmp_path / "g3", clock) as (small, large):
         await fill(small, FULL_SMALL)
         await small.retain(KEPT, until=clock.wall() + 3600)
-        await asyncio.wait_for(put(large, keys(LARGE, 1)), 10)
+        await asyncio.wait_for(put(large, keys(LARGE, 1)), 60)
         await until(begun.is_set, "a copy is made")
     assert nothing_is_reserved(tmp_path / "g3")
 
@@ -385,7 +385,7 @@ async def test_a_copy_that_is_begun_while_the_store_is_closed_gives_its_slot_bac
     async with two_sizes(tmp_path / "g3", clock) as (small, large):
         await fill(small, FULL_SMALL)
         await small.retain(KEPT, until=clock.wall() + 3600)
-        await asyncio.wait_for(put(large, keys(LARGE, 1)), 10)
+        await asyncio.wait_for(put(large, keys(LARGE, 1)), 60)
         await until(lambda: bool(idle), "copies are begun")
         await until(lambda: not small._store.index.has_reservations(), "a slot was leaked")
 

@@ -95,11 +95,11 @@ async def test_a_frozen_writer_stalls_neither_readers_nor_flush_nor_close(tmp_pa
         with pytest.raises(TierError, match="deadline"):
             await tier.flush(clock.monotonic() + 0.3)
         await tier.close(clock.monotonic() + 0.3)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
         with pytest.raises(TierError, match="still being closed"):
             await tier.open()
         frozen.send_signal(signal.SIGCONT)
-        for _ in range(200):
+        for _ in range(600):
             try:
                 async with opened(path, CAPACITY, clock=clock) as tier:
                     assert set(await get(tier, chain)) <= {True, Miss.ABSENT}

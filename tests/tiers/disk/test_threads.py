@@ -21,6 +21,7 @@ from kvtier.tiers.disk.slab import SystemCalls
 from kvtier.tiers.disk.store import THREADS
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.protocol import Loaded, Miss, Stored, Target
+from tests.support.waiting import eventually
 
 BLOCK = 4096
 NS = sample_namespace(BLOCK)
@@ -168,9 +169,7 @@ def test_an_idle_step_that_raises_is_not_called_again() -> None:
     scheduler = IOScheduler(2, 1, "test-io", failed)
     step: Callable[[], bool] = lambda: bool(1 / 0)  # noqa: E731
     scheduler.when_idle(step)
-    end = time.monotonic() + 5
-    while not errors and time.monotonic() < end:
-        time.sleep(0.001)
+    assert eventually(lambda: errors)
     time.sleep(0.02)
     assert len(errors) == 1 and len(scheduler._threads) == 1 and scheduler._threads[0].is_alive()
     scheduler.stop()

@@ -18,6 +18,7 @@ from kvtier.tiers.disk import expired, index, quarantine, removals, store, touch
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.protocol import Miss, Stored, Target
+from tests.support.waiting import until
 from tests.tiers.disk.support.store import BLOCK, FAR_S, get, opened, put, slabs
 
 NAMESPACE = sample_namespace(BLOCK)
@@ -234,7 +235,7 @@ async def test_a_stream_of_writes_commits_once_each_and_gives_back_what_it_kept(
 ) -> None:
     monkeypatch.setattr(write, "STREAM_BYTES_MIN", 4 * BLOCK)
     monkeypatch.setattr(store, "IDLE_S", 0.02)
-    monkeypatch.setattr(store, "HOLD_S", 0.2)
+    monkeypatch.setattr(store, "HOLD_S", 1.0)  # longer than a loaded machine needs from one write to the next
     async with opened(tmp_path / "g3", 256) as tier:
         transact, count = Index.transact, []
         monkeypatch.setattr(Index, "transact", lambda self, *a, **k: (count.append(1), transact(self, *a, **k))[1])
@@ -246,11 +247,7 @@ async def test_a_stream_of_writes_commits_once_each_and_gives_back_what_it_kept(
             found = await get(tier, chain_of(NAMESPACE, 8, seed))
             assert True not in found[found.index(Miss.ABSENT) if Miss.ABSENT in found else 8 :], "a chain without head"
         assert await get(tier, chain_of(NAMESPACE, 8, 59)) == [True] * 8
-        for _ in range(200):
-            if not tier._store.index.has_reservations():
-                break
-            await asyncio.sleep(0.02)
-        assert not tier._store.index.has_reservations(), "slots kept for a stream that ended"
+        await until(lambda: not tier._store.index.has_reservations(), "slots kept for a stream that ended")
         tier.check()
 
 
@@ -263,7 +260,7 @@ async def test_slots_kept_for_writes_are_given_back_though_blocks_are_used_on(
     async with opened(tmp_path / "g3", 256) as tier:
         await put(tier, chain_of(NAMESPACE, 8))
         assert tier._store.index.has_reservations()
-        for _ in range(100):
+        for _ in range(1000):
             tier.touch(chain_of(NAMESPACE, 8), tier._clock.wall())
             await asyncio.sleep(0.02)
             if not tier._store.index.has_reservations():
@@ -339,10 +336,7 @@ async def test_slots_kept_for_a_stream_are_not_those_of_a_store_that_was_opened_
         assert len(kept) == 4, "the control: a stream keeps slots"
         tier._store.quarantine("a test")
         tier._store.reserved.add(kept)  # by a write whose commit came just before that
-        for _ in range(500):
-            if tier._store._state.index is not None:
-                break
-            await asyncio.sleep(0.01)
+        await until(lambda: tier._store._state.index is not None)
         assert not tier._store.reserved.take(1, 1, 0), "these slots may be another block's by now"
         for chain in (second, third):
             assert await put(tier, chain) == [Stored.STORED] * 4

@@ -94,14 +94,14 @@ def test_a_server_that_stalls_costs_the_lookup_s_budget_and_heals(tmp_path: Path
                 began = time.monotonic()
                 assert cache.match(other) == 0
                 waits.append(time.monotonic() - began)
-            assert max(waits) < 1.5, waits
-            assert sorted(waits)[0] < 0.1, "the breaker never opened"
+            assert max(waits) < 10, waits
+            assert min(waits) < 0.2, "the breaker never opened"
             assert cache.put(keys, blocks, wait=True) == len(keys)
             assert cache.match(keys) == len(keys)
             server.rules = []
-            give_up = time.monotonic() + 30
+            give_up = time.monotonic() + 60
             while not any("/p/" in name and "/delta/" not in name for name in server.objects):
-                assert time.monotonic() < give_up, "G4 took nothing within 30 s of its server's return"
+                assert time.monotonic() < give_up, "G4 took nothing within a minute of its server's return"
                 fresh = kvtier.chain_hashes([int(1000 * time.monotonic()), *TOKENS], NS)
                 cache.put(fresh, [payload_of(key, BLOCK) for key in fresh], wait=True)
                 time.sleep(0.5)

@@ -18,7 +18,7 @@ from tests.tiers.objects.support.replicas import NS, Site
 
 async def no_thread_left() -> None:
     """Neither that of its loop, nor those that its bucket works on."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while left := [thread.name for thread in threading.enumerate() if thread.name.startswith("kvtier-g4")]:
         assert time.monotonic() < deadline, f"left: {left}"
         await asyncio.sleep(0.01)
@@ -30,7 +30,7 @@ async def test_its_loop_ends_while_all_threads_of_the_callers_loop_are_busy(site
     tier = await site.replica()
     await site.store(tier, chain_of(NS, 8))
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-    busy = asyncio.ensure_future(asyncio.to_thread(over.wait, 20))
+    busy = asyncio.ensure_future(asyncio.to_thread(over.wait, 100))
     try:
         await asyncio.sleep(0)
         closing = asyncio.ensure_future(tier.close(site.deadline))
@@ -63,7 +63,7 @@ async def test_no_thread_begins_once_the_bucket_is_closed(site: Site, monkeypatc
 
     def slow(files: LocalFiles, name: str, etag: str | None) -> bool:
         began.set()
-        over.wait(5)
+        over.wait(60)
         return delete(files, name, etag)
 
     async def closed(store: ObjectStore) -> None:
@@ -75,7 +75,7 @@ async def test_no_thread_begins_once_the_bucket_is_closed(site: Site, monkeypatc
     monkeypatch.setattr(LocalFiles, "delete", slow)
     monkeypatch.setattr(ObjectStore, "close", closed)
     evicting = asyncio.ensure_future(tier.evict(None))
-    assert await asyncio.to_thread(began.wait, 5)
+    assert await asyncio.to_thread(began.wait, 60)
     await tier.close(site.deadline)
     await asyncio.gather(evicting, return_exceptions=True)
     await no_thread_left()

@@ -20,6 +20,7 @@ from kvtier.tiers.objects import pins
 from kvtier.tiers.objects.bucket.protocol import Stat
 from kvtier.tiers.objects.signed import Signer
 from kvtier.tiers.objects.tier import ObjectTier
+from tests.support.waiting import until
 from tests.tiers.objects.support.virtual_bucket import NS, Replica, VirtualServer
 
 S = 4
@@ -47,10 +48,10 @@ async def test_many_slow_pins_do_not_keep_a_replica_from_getting_ready() -> None
     assert replica.bucket.requests == {"list": 1}, "one listing has purges and pins"
     while not replica.store.pins.settled:
         left = len(replica.store.pins._unread)
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.2):
-                await replica.store.pins.settle()
-                raise TimeoutError
+        settling = asyncio.create_task(replica.store.pins.settle())
+        await until(lambda: settling.done() or len(replica.store.pins._unread) <= max(0, left - 50))  # noqa: B023
+        settling.cancel()
+        await asyncio.wait({settling})
         await replica.store.refresh()
         assert len(replica.store.pins._unread) < left, "progress is kept"
     assert len(replica.store.pins.list()) == 500 and replica.bucket.requests["get"] < 600

@@ -257,7 +257,8 @@ async def test_a_purge_after_the_listing_that_counts_is_not_taken_for_proven() -
         async def read_on() -> None:
             go.set()
             await looking
-            await asyncio.sleep(0.01)  # G4 has answered
+            for _ in range(100):
+                await asyncio.sleep(0)  # G4 has answered
             await g4._store.refresh()  # the sweeper's
 
         near.before = read_on  # type: ignore[method-assign]
@@ -394,7 +395,7 @@ async def test_a_g3_that_joins_after_the_logs_floor_has_passed_it_by_is_emptied_
                 fleet.clock.advance(1)
                 await here.purge(tenant)
         await learn(fleet, back)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while back.manager.lower.out:
             fleet.clock.advance(1)
             await asyncio.sleep(0.01)

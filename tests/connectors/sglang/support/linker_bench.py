@@ -207,7 +207,7 @@ class Bench:
 
     def until_promoted(self, rid: str, keys: list[str]) -> int:
         """Blocks in G2 once nothing is on its way up any more."""
-        for _ in range(400):
+        for _ in range(3000):
             hit = self.lookup(rid, keys)
             if not self.linker._requests.of(rid).waits:
                 return hit
@@ -215,7 +215,7 @@ class Bench:
         pytest.fail("the promotion does not end")
 
     def until_resident(self, rid: str, keys: list[str]) -> int:
-        for _ in range(400):
+        for _ in range(3000):
             hit = self.lookup(rid, keys)
             if not self.linker.awaited(rid):
                 return hit
