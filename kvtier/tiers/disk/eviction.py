@@ -11,7 +11,17 @@ from kvtier.tiers.disk.class_worth import ClassWorths
 from kvtier.tiers.disk.geometry import Geometry, reach_in
 from kvtier.tiers.disk.layout import Layout
 from kvtier.tiers.disk.quota import scope_in
-from kvtier.tiers.disk.records import FILL, FREE, ORDER, Entry, order_parts, segment_in, tick_in
+from kvtier.tiers.disk.records import (
+    FILL,
+    FREE,
+    ORDER,
+    Entry,
+    number_key,
+    order_parts,
+    rows,
+    segment_in,
+    tick_in,
+)
 from kvtier.times import Wall
 
 SCAN_ROWS_MAX = 2048
@@ -88,7 +98,7 @@ class EvictionOrder:
         lie beyond the capacity while the store shrinks. `retained_until`:
         before which time a block, by its name, is exempt from eviction."""
         self._txn = txn
-        self._layout = layout
+        self._layout, self._names = layout, layout.names(txn)
         self._draining = draining
         self._cut = geometry if geometry.capacity < reach_in(txn).capacity else None
         floors.begin(draining, geometry.capacity)
@@ -139,7 +149,8 @@ class EvictionOrder:
         """
         start = self._floors.at(slot_cls, scope, wall_s)
         floor, until, found = b"", wall_s + FORGET_S, None
-        for key, name in self._layout.ordered(self._txn, slot_cls, start):
+        for key, written in rows(self._txn, number_key(ORDER, slot_cls), start):
+            name = self._names(written)
             if scope == ANY or scope_in(name) == scope:
                 retained_until = self._retained_until(name)
                 if retained_until <= wall_s and (scope != ANY or not self._leaves(key)):
