@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from kvtier.errors import TierError, TierFull, TierTimeout
 from kvtier.tiers.disk.index import Index, Use
+from kvtier.tiers.disk.own_thread import outcome
 from kvtier.tiers.disk.write_txn import WriteTxn
 
 T = TypeVar("T")
@@ -46,17 +47,14 @@ class CommitJob(Generic[T]):
         Raises TierError, TierFull, or TierTimeout after `timeout_s`. After a timeout or a cancellation the work is not
         done, or, where it is too late for that, `undo` is called with its result, on the committing thread.
         """
-        future = asyncio.wrap_future(self.future)
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks it as retrieved
         try:
-            await asyncio.wait({future}, timeout=timeout_s)
+            return await outcome(self.future, timeout_s)
+        except TimeoutError:
+            self._abandon(undo)
+            raise TierTimeout("g3", "commit", "the index was not to be had within the deadline") from None
         except asyncio.CancelledError:
             self._abandon(undo)
             raise
-        if not future.done():
-            self._abandon(undo)
-            raise TierTimeout("g3", "commit", "the index was not to be had within the deadline")
-        return future.result()
 
     def _abandon(self, undo: Callable[[T], object]) -> None:
         if not self.future.cancel():
