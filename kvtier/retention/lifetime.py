@@ -104,6 +104,8 @@ class Lifetime:
     def born(self) -> Wall:
         """When the youngest stamp was made, the last use where there is none: a tombstone of that time or later covers
         the whole life. Pure."""
+        if len(self.stamps) == 1:  # nearly always
+            return self.stamps[0].created
         return max((stamp.created for stamp in self.stamps), default=self.last_use)
 
     def servable(self, depth: Depth, wall_s: Wall) -> bool:

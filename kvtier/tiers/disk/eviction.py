@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from functools import partial
 from typing import Any
 
 from kvtier.tiers.disk.allocator import UNFILLED_KEY
@@ -67,12 +66,14 @@ class SearchFloors:
         self._keys[slot_cls, scope] = key
         self._until = min(self._until, until)
 
-    def lower_to(self, key: bytes, scope: bytes, stays_until: Callable[[], Wall]) -> None:
-        """A block of the scope has this key now. One that may not leave before a floor is forgotten anyway is passed
-        over like those there."""
+    def lower_to(self, key: bytes, name: bytes, stays_until: Callable[[bytes], Wall]) -> None:
+        """A block has this key now. One that may not leave before a floor is forgotten anyway is passed over like those
+        there."""
+        if not self._keys:  # nearly always
+            return
         slot_cls = order_parts(key)[0]
-        for place in ((slot_cls, scope), (slot_cls, ANY)):
-            if key < self._keys.get(place, b"") and stays_until() < self._until:
+        for place in ((slot_cls, scope_in(name)), (slot_cls, ANY)):
+            if key < self._keys.get(place, b"") and stays_until(name) < self._until:
                 self._keys[place] = key
 
     def clear(self) -> None:
@@ -133,7 +134,7 @@ class EvictionOrder:
     def _put(self, name: bytes, entry: Entry) -> bytes:
         key = entry.order_key()
         self._txn.put(key, self._layout.written(name))
-        self._floors.lower_to(key, scope_in(name), partial(self._retained_until, name))
+        self._floors.lower_to(key, name, self._retained_until)
         return key
 
     def use(self, key: bytes) -> None:

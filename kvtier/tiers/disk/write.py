@@ -39,6 +39,9 @@ T = TypeVar("T")
 Published = tuple[list[Stored], list[SlotReservation]]
 """Results, and slots for later writes."""
 
+RUN_BYTES = 8 << 20
+"""Of neighbouring slots that one I/O thread writes, one system call after another: a thread that comes to other work
+finds the processor's caches cold."""
 SLOTS_PER_BLOCK_MAX = 3  # that a block is written to, one after another, while they fail
 STREAM_BYTES_MIN = 8 << 20  # a write of this size is one of a stream, and reserves for the next one, too,
 STREAM_SHARE = 32  # unless it is more than this part of the capacity;
@@ -253,7 +256,8 @@ class WriteBatch:
         blocks."""
         for place in places:
             self._results.pop(place, None)
-        return [partial(self._write, run, deadline) for run in neighbours(places, self._place_of, self._block_bytes)]
+        runs = neighbours(places, self._place_of, self._block_bytes, RUN_BYTES)
+        return [partial(self._write, run, deadline) for run in runs]
 
     def _place_of(self, place: int) -> tuple[int, int]:
         return self._reserved[place].segment, self._reserved[place].slot
