@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from kvtier.errors import CorruptError
 from kvtier.retention.terms import Depth, Terms
@@ -191,6 +192,7 @@ class Lifetime:
         return _HEAD.size + (count - _SHORT) * _STAMP.size if count & _SHORT else LIFETIME_BYTES
 
     @classmethod
+    @lru_cache(maxsize=64)  # blocks of one put have one life
     def decode(cls, raw: bytes) -> Lifetime:
         """The inverse of `encode`. Raises CorruptError for anything `encode` cannot have written."""
         if len(raw) < LIFETIME_BYTES_MIN or len(raw) != cls.length_in(raw, 0):
