@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from kvtier.errors import CorruptError
 from kvtier.retention.terms import Depth, Terms
@@ -104,6 +105,8 @@ class Lifetime:
     def born(self) -> Wall:
         """When the youngest stamp was made, the last use where there is none: a tombstone of that time or later covers
         the whole life. Pure."""
+        if len(self.stamps) == 1:  # nearly always
+            return self.stamps[0].created
         return max((stamp.created for stamp in self.stamps), default=self.last_use)
 
     def servable(self, depth: Depth, wall_s: Wall) -> bool:
@@ -189,6 +192,7 @@ class Lifetime:
         return _HEAD.size + (count - _SHORT) * _STAMP.size if count & _SHORT else LIFETIME_BYTES
 
     @classmethod
+    @lru_cache(maxsize=64)  # blocks of one put have one life
     def decode(cls, raw: bytes) -> Lifetime:
         """The inverse of `encode`. Raises CorruptError for anything `encode` cannot have written."""
         if len(raw) < LIFETIME_BYTES_MIN or len(raw) != cls.length_in(raw, 0):

@@ -389,7 +389,7 @@ def evict(txn: WriteTxn, names: Iterable[bytes], wall_s: Wall) -> None:
         if _must_stay(txn, name, entry, draining[entry.segment].priority, wall_s):
             txn.segments.guests.add(entry)
         elif txn.drop(name):
-            txn.left(name, entry)
+            txn.left(name, entry.slot_class)
 
 
 def evict_guests(txn: WriteTxn, names: Iterable[bytes], priority: int, wall_s: Wall) -> None:
@@ -399,7 +399,7 @@ def evict_guests(txn: WriteTxn, names: Iterable[bytes], priority: int, wall_s: W
         if entry is None or not txn.segments.guests.has(entry) or _must_stay(txn, name, entry, priority, wall_s):
             continue
         if txn.drop(name):
-            txn.left(name, entry)
+            txn.left(name, entry.slot_class)
 
 
 def lodge(txn: WriteTxn, writes: Iterable[SlotReservation]) -> None:

@@ -72,6 +72,15 @@ class Entries:
                 return None
             raise
 
+    def has_row(self, name: bytes, row: bytes) -> bool:
+        """Whether this is the key of the block's row in `order`, by what its entry says. Raises CorruptError for one
+        that says another and fails its check, unless it is another namespace's."""
+        raw = self._txn.get(self._layout.key(name))
+        if raw is None or order_key_in(raw) == row:
+            return raw is not None
+        self.read(name)
+        return False
+
     def select(
         self, start: bytes, prefix: bytes, limit: int, matching: Callable[[bytes, Entry], bool]
     ) -> tuple[list[bytes], bytes | None]:
@@ -127,29 +136,23 @@ class Entries:
         self._shares.removed(name, entry.order_key())
         self._shares.placed(name, self._order.replace(entry.order_key(), name, moved))
 
-    def remove(self, name: bytes, entry: Entry) -> None:
-        """Delete the records of a block; the slot is the caller's."""
+    def remove(self, name: bytes, row: bytes) -> FreeSlot:
+        """Delete the records of a block whose row in `order` has this key, whether or not its entry can be read; the
+        slot is the caller's."""
         self._delete(name)
-        self._remove_row(name, entry.order_key())
+        return self._remove_row(name, row)
 
     def drop(self, name: bytes) -> bool:
         """Remove a block and free its slot. Returns whether it was here."""
         entry = self.find(name)
         if entry is not None:
-            self.remove(name, entry)
-            self._segments.give(entry)
+            self._segments.give(self.remove(name, entry.order_key()))
         return entry is not None
 
     def _put(self, name: bytes, entry: Entry) -> None:
         self._txn.put(self._layout.key(name), self._layout.encode(name, entry))
         self._shares.placed(name, self._order.add(name, entry))
         self._ranks[name] = entry.rank
-
-    def remove_unreadable(self, name: bytes, row: bytes) -> FreeSlot:
-        """Delete the records of a block whose entry cannot be read, and whose row in `order` has this key; the slot is
-        the caller's."""
-        self._delete(name)
-        return self._remove_row(name, row)
 
     def _drop_unreadable(self, name: bytes) -> None:
         """Remove a block whose entry cannot be read. Its row in `order` is the one that the entry says, if that is of

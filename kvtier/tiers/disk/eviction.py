@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from functools import partial
 from typing import Any
 
 from kvtier.tiers.disk.allocator import UNFILLED_KEY
@@ -11,7 +10,17 @@ from kvtier.tiers.disk.class_worth import ClassWorths
 from kvtier.tiers.disk.geometry import Geometry, reach_in
 from kvtier.tiers.disk.layout import Layout
 from kvtier.tiers.disk.quota import scope_in
-from kvtier.tiers.disk.records import FILL, FREE, ORDER, Entry, order_parts, segment_in, tick_in
+from kvtier.tiers.disk.records import (
+    FILL,
+    FREE,
+    ORDER,
+    Entry,
+    number_key,
+    order_parts,
+    rows,
+    segment_in,
+    tick_in,
+)
 from kvtier.times import Wall
 
 SCAN_ROWS_MAX = 2048
@@ -57,12 +66,14 @@ class SearchFloors:
         self._keys[slot_cls, scope] = key
         self._until = min(self._until, until)
 
-    def lower_to(self, key: bytes, scope: bytes, stays_until: Callable[[], Wall]) -> None:
-        """A block of the scope has this key now. One that may not leave before a floor is forgotten anyway is passed
-        over like those there."""
+    def lower_to(self, key: bytes, name: bytes, stays_until: Callable[[bytes], Wall]) -> None:
+        """A block has this key now. One that may not leave before a floor is forgotten anyway is passed over like those
+        there."""
+        if not self._keys:  # nearly always
+            return
         slot_cls = order_parts(key)[0]
-        for place in ((slot_cls, scope), (slot_cls, ANY)):
-            if key < self._keys.get(place, b"") and stays_until() < self._until:
+        for place in ((slot_cls, scope_in(name)), (slot_cls, ANY)):
+            if key < self._keys.get(place, b"") and stays_until(name) < self._until:
                 self._keys[place] = key
 
     def clear(self) -> None:
@@ -88,7 +99,7 @@ class EvictionOrder:
         lie beyond the capacity while the store shrinks. `retained_until`:
         before which time a block, by its name, is exempt from eviction."""
         self._txn = txn
-        self._layout = layout
+        self._layout, self._names = layout, layout.names(txn)
         self._draining = draining
         self._cut = geometry if geometry.capacity < reach_in(txn).capacity else None
         floors.begin(draining, geometry.capacity)
@@ -123,7 +134,7 @@ class EvictionOrder:
     def _put(self, name: bytes, entry: Entry) -> bytes:
         key = entry.order_key()
         self._txn.put(key, self._layout.written(name))
-        self._floors.lower_to(key, scope_in(name), partial(self._retained_until, name))
+        self._floors.lower_to(key, name, self._retained_until)
         return key
 
     def use(self, key: bytes) -> None:
@@ -139,7 +150,8 @@ class EvictionOrder:
         """
         start = self._floors.at(slot_cls, scope, wall_s)
         floor, until, found = b"", wall_s + FORGET_S, None
-        for key, name in self._layout.ordered(self._txn, slot_cls, start):
+        for key, written in rows(self._txn, number_key(ORDER, slot_cls), start):
+            name = self._names(written)
             if scope == ANY or scope_in(name) == scope:
                 retained_until = self._retained_until(name)
                 if retained_until <= wall_s and (scope != ANY or not self._leaves(key)):

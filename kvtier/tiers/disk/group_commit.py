@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from kvtier.errors import TierError, TierFull, TierTimeout
 from kvtier.tiers.disk.index import Index, Use
+from kvtier.tiers.disk.own_thread import outcome
 from kvtier.tiers.disk.write_txn import WriteTxn
 
 T = TypeVar("T")
@@ -25,8 +26,9 @@ BLOCKS_PER_COMMIT_MAX = 128
 """At a million blocks each costs 50 to 140 µs of CPU below the write lock, for which other processes wait."""
 BLOCKS_PER_JOB_MAX = 64
 """Into which callers cut their work."""
-GATHER_S = 0.01
-"""How long a commit waits for more jobs. It writes 20 KB of the index for itself, and takes about as long."""
+GATHER_S = 0.02
+"""How long a commit waits for more jobs. It writes 20 KB of the index for itself, and costs as much CPU time as a dozen
+blocks. About as long as a disk needs for one more write of the stream."""
 
 
 class CommitJob(Generic[T]):
@@ -46,17 +48,14 @@ class CommitJob(Generic[T]):
         Raises TierError, TierFull, or TierTimeout after `timeout_s`. After a timeout or a cancellation the work is not
         done, or, where it is too late for that, `undo` is called with its result, on the committing thread.
         """
-        future = asyncio.wrap_future(self.future)
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks it as retrieved
         try:
-            await asyncio.wait({future}, timeout=timeout_s)
+            return await outcome(self.future, timeout_s)
+        except TimeoutError:
+            self._abandon(undo)
+            raise TierTimeout("g3", "commit", "the index was not to be had within the deadline") from None
         except asyncio.CancelledError:
             self._abandon(undo)
             raise
-        if not future.done():
-            self._abandon(undo)
-            raise TierTimeout("g3", "commit", "the index was not to be had within the deadline")
-        return future.result()
 
     def _abandon(self, undo: Callable[[T], object]) -> None:
         if not self.future.cancel():

@@ -31,30 +31,25 @@ class IOBatch:
         self.jobs = deque(jobs)
         self._left = len(jobs)
         self._cancel = cancel
-        self._loop = asyncio.get_running_loop()
-        self._done = self._loop.create_future()
-        if not jobs:
-            self._done.set_result(None)
+        self._loop: asyncio.AbstractEventLoop | None = None  # of who waits
+        self._ended = asyncio.Event()
 
     def finished(self, count: int) -> None:
         """`count` jobs will not touch their memory any more. Called under the scheduler's lock."""
         self._left -= count
-        if self._left == 0 and count:
+        if self._left == 0 and self._loop is not None:
             try:
-                self._loop.call_soon_threadsafe(self._wake)
+                self._loop.call_soon_threadsafe(self._ended.set)
             except RuntimeError:  # the loop is closed
                 pass
 
-    def _wake(self) -> None:
-        if not self._done.done():
-            self._done.set_result(None)
-
     async def wait(self) -> None:
         """Until no job runs. After a cancellation no further job starts; it is raised when none runs any more."""
+        self._loop = asyncio.get_running_loop()  # first: the last job sees it, or it is seen here that it has ended
         cancelled: asyncio.CancelledError | None = None
-        while not self._done.done():
+        while self._left:
             try:
-                await asyncio.shield(self._done)
+                await self._ended.wait()
             except asyncio.CancelledError as error:
                 self._cancel(self)
                 cancelled = error
@@ -85,7 +80,7 @@ class IOScheduler:
         self._stopping = False
 
     def read(self, jobs: Sequence[Work]) -> IOBatch:
-        """Run `jobs`; never blocks. Called on the event loop on which the batch is awaited."""
+        """Run `jobs`; never blocks."""
         return self._submit(self._reads, jobs)
 
     def write(self, jobs: Sequence[Work]) -> IOBatch:
@@ -108,12 +103,14 @@ class IOScheduler:
     def _submit(self, queue: deque[IOBatch], jobs: Sequence[Work], *, first: bool = False) -> IOBatch:
         batch = IOBatch(jobs, self._cancel)
         with self._lock:
-            self._start(len(jobs))
+            most = self._threads_max if queue is self._reads else self._writes_at_once() - self._writing
+            wanted = min(len(jobs), most)  # those that run now come to the others
+            self._start(wanted)
             if first:
                 queue.appendleft(batch)
             elif jobs:
                 queue.append(batch)
-            self._lock.notify(len(jobs))
+            self._lock.notify(wanted)
         return batch
 
     def _start(self, wanted: int) -> None:

@@ -82,7 +82,7 @@ class Layout:
     def entries(self, txn: Any, prefix: bytes = b"", start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """(name, raw entry) of blocks whose names begin with `prefix`, from the name `start` on; names as in
         `ordered`."""
-        full = self._names(txn)
+        full = self.names(txn)
         for key, raw in rows(txn, self.key(prefix), self.key(start)):
             name = full(key[len(BLOCKS) :])
             if not name.startswith(prefix):  # all of these are another namespace's
@@ -95,13 +95,13 @@ class Layout:
         Where a namespace has no record, zeros stand for the rest of its digest: such a name leads to the entry, whose
         check does not agree with it.
         """
-        full = self._names(txn)
+        full = self.names(txn)
         prefix = ORDER if slot_cls is None else number_key(ORDER, slot_cls)
         for key, written in rows(txn, prefix, start):
             yield key, full(written)
 
-    def _names(self, txn: Any) -> Callable[[bytes], bytes]:
-        """`full` for one walk over many names, with zeros where that raises."""
+    def names(self, txn: Any) -> Callable[[bytes], bytes]:
+        """`full` for many names of one transaction, with zeros where that raises."""
         if not self._short:
             return lambda written: written
         known: dict[bytes, bytes] = {}

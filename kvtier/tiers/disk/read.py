@@ -97,7 +97,7 @@ class ReadBatch:
             block.result = miss_of(block.name, raw, purged_until, self._store.touches, wall_s)
             if block.result is None and entry.length != sum(map(len, block.target.into)):
                 block.result = Miss.MISMATCH
-            if block.result is None:
+            if block.result is None and entry.encryption is not None:
                 block.result = key_miss_of(block.name, raw, self._keys)
 
     def _read(self, run: Sequence[_Wanted], deadline: Mono) -> None:

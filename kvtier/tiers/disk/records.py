@@ -240,7 +240,7 @@ class Entry(NamedTuple):
         if not 0 <= mark < _MARK_END or length > _U32_MAX * SLOT_ALIGN:
             raise CorruptError("an index entry with impossible fields")
         end = _end_of_life(raw)
-        header = EncryptionHeader.decode(body[end:]) if is_encrypted(raw) else None
+        header = EncryptionHeader.decode(body[end:]) if end < len(body) else None
         life = Lifetime.decode(body[_BODY.size : end])
         return cls(serial, segment, slot, length, depth, rank, digest, life, header, position_of(mark))
 

@@ -28,10 +28,11 @@ class Reservations:
 
     def cancel(self, reservation: SlotReservation) -> bool:
         """Delete its record; the slot is the caller's. False if it is not ours any more."""
-        raw = self._txn.get(reservation.key)
+        key = reservation.key
+        raw = self._txn.get(key)
         ours = raw is not None and SlotReservation.serial_of(raw) == reservation.serial
         if ours:
-            self._txn.delete(reservation.key)
+            self._txn.delete(key)
             self._segments.offer_number(reservation)
         return ours
 

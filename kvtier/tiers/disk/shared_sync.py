@@ -44,7 +44,7 @@ class SharedSyncs:
 
     def request(self, segment: int) -> Future[Outcome]:
         """Ends with the error, or None, of a sync of the segment that begins after this call. Cannot be cancelled.
-        Never blocks. Called on an event loop."""
+        Never blocks."""
         future: Future[Outcome] = Future()
         future.set_running_or_notify_cancel()
         with self._lock:

@@ -165,6 +165,6 @@ def evict_beyond(txn: WriteTxn, names: list[bytes]) -> int:
         if entry is None or txn.geometry.holds(entry.slot_class, entry.segment, entry.slot):
             continue
         if txn.drop(name):
-            txn.left(name, entry)
+            txn.left(name, entry.slot_class)
             count += 1
     return count

@@ -37,7 +37,8 @@ OPEN_FILES_MAX = 64
 WRITE_BYTES_MAX = 1 << 20
 """Per system call, where nobody says how many. A device finishes the writes it has before a later read or sync: few
 small writes in flight keep it about as busy as many large ones, and a read behind them waits a fraction as long."""
-RUN_BYTES_MAX = 4 << 20  # neighbouring blocks are moved by one system call up to this size
+RUN_BYTES_MAX = 4 << 20
+"""Of neighbouring blocks that a thread moves together, where nobody says how many."""
 _IOV_MAX = 1024
 
 
@@ -298,12 +299,14 @@ def open_direct(calls: Calls, path: Path, *, exclusive: bool = False) -> tuple[i
         return calls.open(path, flags), False
 
 
-def neighbours(items: Sequence[T], place_of: Callable[[T], tuple[int, int]], block_bytes: int) -> Iterator[list[T]]:
-    """Runs of items whose places, as (segment, slot), follow one another, of up to RUN_BYTES_MAX; one by one where
-    slots have padding. Pure."""
+def neighbours(
+    items: Sequence[T], place_of: Callable[[T], tuple[int, int]], block_bytes: int, run_bytes: int = RUN_BYTES_MAX
+) -> Iterator[list[T]]:
+    """Runs of items whose places, as (segment, slot), follow one another, of up to `run_bytes`; one by one where slots
+    have padding. Pure."""
     run: list[T] = []
     last = (-1, -1)
-    limit = 1 if block_bytes % SLOT_ALIGN else max(1, RUN_BYTES_MAX // max(1, block_bytes))
+    limit = 1 if block_bytes % SLOT_ALIGN else max(1, run_bytes // max(1, block_bytes))
     for item in sorted(items, key=place_of):
         segment, slot = place_of(item)
         if run and ((segment, slot) != (last[0], last[1] + 1) or len(run) == limit):

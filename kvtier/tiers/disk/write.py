@@ -39,6 +39,9 @@ T = TypeVar("T")
 Published = tuple[list[Stored], list[SlotReservation]]
 """Results, and slots for later writes."""
 
+RUN_BYTES = 8 << 20
+"""Of neighbouring slots that one I/O thread writes, one system call after another: a thread that comes to other work
+finds the processor's caches cold."""
 SLOTS_PER_BLOCK_MAX = 3  # that a block is written to, one after another, while they fail
 STREAM_BYTES_MIN = 8 << 20  # a write of this size is one of a stream, and reserves for the next one, too,
 STREAM_SHARE = 32  # unless it is more than this part of the capacity;
@@ -91,6 +94,8 @@ class WriteBatch:
                 for _ in range(SLOTS_PER_BLOCK_MAX):
                     await self._store.io.write(self.jobs(places, deadline)).wait()
                     places = await self._replace_bad(deadline)
+                    if not places:
+                        break
                 await self._sync(failures, deadline)
                 await self._publish(deadline)
             finally:
@@ -157,18 +162,18 @@ class WriteBatch:
             return []
         names = {block.name for block in self._blocks}
         above = {block.parent for block in self._blocks if block.parent is not None} - names
-        found = zip(above, store.index.find(list(above)), strict=True)
-        if any(miss_of(name, raw, purged, store.touches, wall_s) for name, (raw, purged) in found):
-            return []
         heads = [block.name for block in self._blocks if block.parent not in names]
-        purged: dict[bytes, Wall] = {}
-        for name, (raw, purged_until) in zip(heads, store.index.find(heads), strict=True):
-            if raw is not None:
-                return []
-            purged[name[:SCOPED_BYTES]] = purged_until
-        for block in self._blocks:
-            purged_until = purged.get(block.name[:SCOPED_BYTES], Wall("inf"))
-            if not block.life.servable(Depth.G3, wall_s) or block.mark <= purged_until:
+        asked = [*above, *heads]
+        found = dict(zip(asked, store.index.find(asked), strict=True))
+        if any(miss_of(name, *found[name], store.touches, wall_s) for name in above):
+            return []
+        if any(found[name][0] is not None for name in heads):
+            return []
+        purged = {name[:SCOPED_BYTES]: purged_until for name, (_, purged_until) in found.items()}
+        # Nearly always one put's, with one life.
+        kinds = {(block.name[:SCOPED_BYTES], id(block.life), block.position): block for block in self._blocks}
+        for (scoped, _, _), block in kinds.items():
+            if not block.life.servable(Depth.G3, wall_s) or block.mark <= purged.get(scoped, Wall("inf")):
                 return []
         return store.reserved.take(slot_class(self._block_bytes), len(self._blocks), store.tick)
 
@@ -230,7 +235,9 @@ class WriteBatch:
         """Publish these blocks and reserve slots for later writes."""
         results = []
         for place in places:
-            block = self._blocks[place]._replace(encryption=self._headers.get(place))
+            block = self._blocks[place]
+            if place in self._headers:
+                block = block._replace(encryption=self._headers[place])
             results.append(txn.publish(self._reserved[place], block, wall_s, self._share_bytes))
         return results, txn.reserve_slots(slot_class(self._block_bytes), ahead)
 
@@ -249,7 +256,8 @@ class WriteBatch:
         blocks."""
         for place in places:
             self._results.pop(place, None)
-        return [partial(self._write, run, deadline) for run in neighbours(places, self._place_of, self._block_bytes)]
+        runs = neighbours(places, self._place_of, self._block_bytes, RUN_BYTES)
+        return [partial(self._write, run, deadline) for run in runs]
 
     def _place_of(self, place: int) -> tuple[int, int]:
         return self._reserved[place].segment, self._reserved[place].slot
@@ -315,10 +323,10 @@ class WriteBatch:
         for place, slot in self._reserved.items():
             if place not in self._results:
                 written[slot.segment].append(place)
-        requests = [asyncio.wrap_future(syncs.request(segment)) for segment in written]
+        requests = [syncs.request(segment) for segment in written]
         try:
             async with asyncio.timeout(self._left_s(deadline)):
-                outcomes = await asyncio.gather(*requests)
+                outcomes = [await asyncio.wrap_future(request) for request in requests]
         except TimeoutError:
             raise TierTimeout("g3", "write", "the device made nothing durable within the deadline") from None
         for (segment, places), outcome in zip(written.items(), outcomes, strict=True):

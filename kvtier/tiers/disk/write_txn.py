@@ -223,10 +223,10 @@ class WriteTxn:
         self.budget.stored(block.length)
         return Stored.STORED
 
-    def left(self, name: bytes, entry: Entry) -> None:
+    def left(self, name: bytes, slot_cls: int) -> None:
         """A block was evicted."""
         self.evicted.append(name)
-        self.worths.evicted(name, entry.slot_class)
+        self.worths.evicted(name, slot_cls)
 
     def release(self, reservation: SlotReservation, *, refund: bool = False) -> None:
         """Give a reserved slot back. `refund`: nothing was written to it."""
@@ -420,7 +420,7 @@ class WriteTxn:
 
     def _evict(
         self, next_victim: Callable[[], tuple[bytes, bytes] | None], priority: int, spared: bytes | None = None
-    ) -> Entry | FreeSlot | None:
+    ) -> FreeSlot | None:
         """Take out the block that `next_victim` finds in the order; its slot is the caller's. None if it must stay.
 
         A block that this very transaction, or one that it goes on with, stored or renewed is no victim for one of no
@@ -434,14 +434,15 @@ class WriteTxn:
             if fresh or name in self._sheltered or name == spared:
                 return None
             try:
-                entry = self._entries.read(name)
-            except CorruptError:
-                return self._entries.remove_unreadable(name, key)
-            if entry is not None and entry.order_key() == key:
-                if priority_in(rank) > priority and entry.life.servable(Depth.G3, self._wall_s):
+                if not self._entries.has_row(name, key):
+                    self.order.remove(key)  # a row without a block behind it
+                    continue
+                entry = self._entries.read(name) if priority_in(rank) > priority else None
+                if entry is not None and entry.life.servable(Depth.G3, self._wall_s):
                     return None
-                self._entries.remove(name, entry)
-                self.left(name, entry)
-                return entry
-            self.order.remove(key)  # a row without a block behind it
+            except CorruptError:
+                pass
+            slot = self._entries.remove(name, key)
+            self.left(name, slot.slot_class)
+            return slot
         return None

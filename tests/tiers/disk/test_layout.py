@@ -244,8 +244,8 @@ def test_a_purge_looks_at_no_blocks_of_a_namespace_that_is_written_alike(tmp_pat
         twin = NAME[:6] + bytes(26) + NAME[32:40]
 
         def purge(txn: WriteTxn) -> tuple[int, bytes | None]:
-            full, names = store.index.layout._names(txn._txn), store.index.layout
-            names._names = lambda _: lambda written: looked.append(written) or full(written)  # type: ignore[assignment,func-returns-value,method-assign]
+            full, names = store.index.layout.names(txn._txn), store.index.layout
+            names.names = lambda _: lambda written: looked.append(written) or full(written)  # type: ignore[assignment,func-returns-value,method-assign]
             return txn.drop_range(twin, twin, 8, lambda *_: True)
 
         assert store.transact(purge) == (0, None)
