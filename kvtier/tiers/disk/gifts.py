@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from kvtier.tiers.disk.class_worth import LEVELS, ClassWorth
 
-PRICE = 0.09
+PRICE = 0.1
 """Hits per byte moved, within the time in which counts fade, that a move must be worth, up to all uses of the giver. Of
-0.08 to 0.15 the one with the most hits in the twelve hardest rows of benchmarks/g3_swings.py."""
+0.08 to 0.15 those about it keep 0.95 of the best split in all rows of benchmarks/g3_swings.py."""
 TRIAL = 0.5
 """Of the capacity, that a class stores before it must be worth the space it takes."""
 CERTAINTY = 1.0
