@@ -31,6 +31,9 @@ FAILURES_MAX = 3
 PAUSE_FIRST_S, PAUSE_LAST_S = 0.1, 5.0
 """Between a failure and the restart: the first, and the longest that doubling leads to."""
 
+ENDING = (KeyboardInterrupt, SystemExit, GeneratorExit)
+"""Raised by whoever ends the program, or gives up a coroutine: nobody's failure."""
+
 _UNWIND_S = 0.05
 """Least time that cancelled tasks have to undo their work, even where the deadline is over."""
 
@@ -158,7 +161,9 @@ class Supervisor:
             await self._sleep(pause_s or every_s or 0.0)
             try:
                 await work()
-            except (Exception, asyncio.CancelledError) as error:  # a stray cancellation is a failure, too
+            except ENDING:
+                raise
+            except BaseException as error:  # a stray cancellation is a failure, too, and so is a panic of Rust's
                 if task.cancelling():
                     raise
                 pause_s = self.failures.record(name, error, service)

@@ -52,7 +52,7 @@ def failing(times: int, error: BaseException) -> Callable[[], Coroutine[Any, Any
     return work
 
 
-@pytest.mark.parametrize("error", [ValueError("injected"), asyncio.CancelledError()])
+@pytest.mark.parametrize("error", [ValueError("injected"), asyncio.CancelledError(), BaseException()])
 async def test_a_task_that_fails_is_restarted_counted_and_logged_once_with_its_stack(
     error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
