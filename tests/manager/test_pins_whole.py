@@ -85,3 +85,14 @@ async def test_a_pin_of_elsewhere_covers_all_of_its_chain_however_long_it_takes(
             await promises.tend(read_pins=True)
             assert len(promises.pins) == len(keys)
             cache.check()
+
+
+@pytest.mark.parametrize("tokens", [2**64, -1, 1.5, "16", True, float("nan")])
+def test_a_pin_of_no_number_of_tokens_is_refused(tokens: Any) -> None:
+    """It could not be written down: every later pass failed at it, then flush and close, and all was a miss."""
+    clock = VirtualClock()
+    with opened(clock, [MemoryTier(NS, clock)]) as cache:
+        with pytest.raises(kvtier.InvalidRequest, match="tokens"):
+            cache.pins.create("a", LONG[:4], "1h", tokens=tokens)
+        assert not cache.pins.list() and cache.pins.create("b", LONG[:4], "1h", tokens=20).tokens == 20
+        cache.flush()
