@@ -119,7 +119,7 @@ class AsyncCache(Face):
         self, keys: Sequence[bytes], deadline: Mono, start: int, request_id: str, compared_with: str
     ) -> Hit:
         self.manager.hierarchy.require_loop()
-        chain = await aside(len(keys), lambda: self._wanted(keys, start))
+        chain = await aside(len(keys), lambda: self._wanted(keys, start, request_id, compared_with))
         return await self._get(chain, deadline, start, request_id, compared_with)
 
     async def _get(
@@ -250,7 +250,7 @@ class Cache(Face):
         With `start`, the caller has the blocks before it already: the hit begins with block `start`. The account of
         `request_id` counts blocks read, and tells where its chain left that of `compared_with`, an earlier request.
         """
-        chain = self._wanted(keys, start)
+        chain = self._wanted(keys, start, request_id, compared_with)
         deadline = self._deadline(timeout, self.config.deadlines.get)
         lease = self.manager.pin(chain, start)
         if len(lease) < len(chain) - start and self.manager.lower:

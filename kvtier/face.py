@@ -120,11 +120,17 @@ class Face:
             raise ClosedError("this cache was opened in another process; open one of your own after a fork")
         if self.manager.closed:
             raise ClosedError("the cache is closed")
-        check_keys(keys, distinct=distinct)
-        return cast("list[BlockKey]", list(keys))
+        chain = list(keys)  # first: the caller's may change meanwhile
+        check_keys(chain, distinct=distinct)
+        return cast("list[BlockKey]", chain)
 
-    def _wanted(self, keys: Sequence[bytes], start: int, *, distinct: bool = False) -> list[BlockKey]:
+    def _wanted(self, keys: Sequence[bytes], start: int, *requests: object, distinct: bool = False) -> list[BlockKey]:
+        """`requests`: ids of some, as callers give them."""
         chain = self._chain(keys, distinct=distinct)
+        try:
+            hash(requests)
+        except TypeError as error:
+            raise InvalidRequest(f"a request's id must be a string: {error}") from None
         if not 0 <= start <= len(chain):
             raise InvalidRequest(f"start must lie in 0 … {len(chain)}, got {start}")
         return chain
@@ -140,7 +146,7 @@ class Face:
         request_id: str,
         work: Work,
     ) -> Put:
-        chain = self._wanted(keys, start, distinct=True)
+        chain = self._wanted(keys, start, request_id, distinct=True)
         terms = ChainTerms(self._terms(retention), self.namespace.block_tokens)
         return Put(self.manager, chain, buffers, terms, start=start, wait=wait, request_id=request_id, work=work)
 

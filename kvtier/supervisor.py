@@ -208,11 +208,19 @@ class LoopOnThread:
     def __init__(self, name: str) -> None:
         """Starts the thread."""
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_on, name=name, daemon=True)
         self._lock = threading.Lock()
         self._ended = False
         self._waiting: set[concurrent.futures.Future[Any]] = set()
         self._thread.start()
+
+    def _run_on(self) -> None:
+        """Until `end`. An exit in a task is its own: signals, by which somebody ends the program, come elsewhere."""
+        while True:
+            try:
+                return self._loop.run_forever()
+            except (SystemExit, KeyboardInterrupt) as error:
+                log.error("%s: a task has raised %s: %s", self._thread.name, type(error).__name__, error)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run a coroutine on the loop; cancelling the future cancels it. Raises ClosedError when the loop has ended."""

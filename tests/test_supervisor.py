@@ -198,3 +198,20 @@ class TestLoopOnThread:
             loop.run(slow(), 0.02)
         assert ended.wait(5)
         loop.end(1.0)
+
+
+def test_an_exit_that_a_library_raises_ends_no_loop() -> None:
+    """Every call waited for its time, and nothing was closed."""
+    loop = LoopOnThread("test")
+
+    async def exits() -> None:
+        raise SystemExit(3)
+
+    async def works() -> int:
+        return 7
+
+    with pytest.raises(SystemExit):
+        loop.run(exits(), 5)
+    assert loop.run(works(), 5) == 7
+    loop.end(5)
+    assert not loop._thread.is_alive()

@@ -86,8 +86,8 @@ def scope_of_key(key: bytes) -> Scope:
 
 
 def check_keys(keys: Sequence[bytes], *, distinct: bool) -> None:
-    """Raise InvalidRequest, naming the index, unless every key is 48 bytes, of the scope of the first (and, if asked, no
-    two equal)."""
+    """Raise InvalidRequest, naming the index, unless every key is 48 bytes, of the scope of the first one (and, if
+    asked, no two equal)."""
     right = set(map(type, keys)) <= {bytes} and set(map(len, keys)) <= {KEY_BYTES}  # three times faster than one by one
     for index, key in () if right else enumerate(keys):
         if type(key) is not bytes or len(key) != KEY_BYTES:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvtier import put as put_module
+from kvtier.errors import InvalidRequest
 from kvtier.identity.keys import tenant_of
 from kvtier.manager.work import WorkUnderWay
 from kvtier.retention.terms import Terms
@@ -91,3 +92,15 @@ def test_a_class_of_its_own_for_each_request_costs_no_slot() -> None:
             table.kind_of(f"made up {number}")
         put(cache, KEYS, retention=Terms("one more", ttl=60))
         assert served(cache, KEYS) == 6 and len(table.names) == KINDS_MAX
+
+
+def test_a_request_of_an_id_that_is_none_stores_nothing() -> None:
+    """It failed when its blocks were counted, and these stayed pinned."""
+    with opened(VirtualClock(), []) as cache:
+        wrong: Any = ["7"]
+        with pytest.raises(InvalidRequest, match="id must be a string"):
+            cache.put(KEYS, payloads_of(KEYS, BLOCK), request_id=wrong)
+        assert not cache.stats()["g2"]["pinned"] and not served(cache, KEYS)
+        for ids in ({"request_id": wrong}, {"compared_with": wrong}):
+            with pytest.raises(InvalidRequest, match="id must be a string"):
+                cache.get(KEYS, **ids)

@@ -60,12 +60,17 @@ def panic(_answers: Any) -> Any:
     raise Panic("index out of bounds")
 
 
+def leave(_answers: Any) -> Any:
+    raise SystemExit("no credentials")
+
+
 def each(change: Callable[[Loaded], Any]) -> Callable[[list[Loaded]], Any]:
     return lambda answers: [change(answer) for answer in answers]
 
 
 ODD: dict[str, tuple[str, Callable[[Any], Any]]] = {
     **{f"{verb} panics": (verb, panic) for verb in ("peek", "lookup", "read", "write", "touch", "usage")},
+    **{f"{verb} exits": (verb, leave) for verb in ("lookup", "read", "write")},
     "a look-up says True": ("lookup", each(lambda _: True)),
     "a look-up says absent": ("lookup", each(lambda _: "absent")),
     "a look-up says nothing": ("lookup", lambda _: None),
