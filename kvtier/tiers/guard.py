@@ -129,8 +129,8 @@ class GuardLimits:
 class Guarded(Wrapper):
     """Turns a sick tier into misses. Raises nothing but ClosedError and cancellation, except from `open`, `check`,
     `purge`, `empty`, `tombstones`, `drop_made_after` and `ask`, whose failures their caller must see: TierError
-    whatever the tier raised. Where `usage` and `counters` fail they tell what they told last. No verb but `read` and
-    `write` outlasts its deadline, even if the tier does not heed cancellation.
+    whatever the tier raised. Where `usage`, `counters` and `restarts` fail they tell what they told last. No verb but
+    `read` and `write` outlasts its deadline, even if the tier does not heed cancellation.
 
     A call that got no answer in time is *given up*: cancelled, and left to end when it does. Its answer is dropped.
     """
@@ -147,6 +147,7 @@ class Guarded(Wrapper):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._usage = Usage(0, 0)
         self._counters: Mapping[str, int] = {}
+        self._restarts: Mapping[str, int] = {}
         self.report_to(_Reports(self))
 
     async def open(self) -> None:
@@ -228,6 +229,10 @@ class Guarded(Wrapper):
     def counters(self) -> Mapping[str, int]:
         self._counters = self._told("counters", super().counters, self._counters)
         return self._counters
+
+    def restarts(self) -> Mapping[str, int]:
+        self._restarts = self._told("restarts", super().restarts, self._restarts)
+        return self._restarts
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
         with suppress(TierError):

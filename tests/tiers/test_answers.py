@@ -51,6 +51,9 @@ class OddTier(MemoryTier):
     def touch(self, *asked: Any) -> None:
         self._answer("touch", super().touch(*asked))
 
+    def restarts(self) -> Any:
+        return self._answer("restarts", {})
+
     def usage(self) -> Usage:
         used: Usage = self._answer("usage", super().usage())
         return used
@@ -69,7 +72,7 @@ def each(change: Callable[[Loaded], Any]) -> Callable[[list[Loaded]], Any]:
 
 
 ODD: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    **{f"{verb} panics": (verb, panic) for verb in ("peek", "lookup", "read", "write", "touch", "usage")},
+    **{f"{verb} panics": (verb, panic) for verb in ("peek", "lookup", "read", "write", "touch", "usage", "restarts")},
     **{f"{verb} exits": (verb, leave) for verb in ("lookup", "read", "write")},
     "a look-up says True": ("lookup", each(lambda _: True)),
     "a look-up says absent": ("lookup", each(lambda _: "absent")),
@@ -97,7 +100,7 @@ def test_an_odd_tier_costs_misses_and_works_again_when_it_is_well(odd: str) -> N
         tier.odd = {verb: change}
         with cache.get(KEYS, timeout=1) as hit:
             assert [bytes(block) for block in hit.blocks] == payloads[: len(hit)]
-            assert len(hit) == 8 if verb in ("peek", "write", "touch", "usage") else hit.miss is Miss.ERROR
+            assert len(hit) == 8 if verb in ("peek", "write", "touch", "usage", "restarts") else hit.miss is Miss.ERROR
         for seed in range(1, 4):  # more than there are writers
             keys = list(chain_of(NS, 4, seed=seed))
             assert cache.put(keys, payloads_of(keys, BLOCK), timeout=1) == 4
