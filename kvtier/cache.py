@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import os
 import signal
@@ -26,12 +27,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.clock import Clock, SystemClock
 from kvtier.config import Config
-from kvtier.errors import InvalidRequest, KVTierError
+from kvtier.errors import ClosedError, InvalidRequest, KVTierError
 from kvtier.face import Face, config_of, file_of, keys_of_tokens
 from kvtier.hit import Getting, Hit
 from kvtier.identity.keys import BlockKey, scope_of
 from kvtier.identity.namespace import Namespace
-from kvtier.manager.closing import Flushed
+from kvtier.manager.closing import CANCELLED_S, Flushed
 from kvtier.manager.slices import aside
 from kvtier.named_pins import AsyncNamedPins, NamedPins
 from kvtier.retention.ranges import Wanted
@@ -118,7 +119,7 @@ class AsyncCache(Face):
         self, keys: Sequence[bytes], deadline: Mono, start: int, request_id: str, compared_with: str
     ) -> Hit:
         self.manager.hierarchy.require_loop()
-        chain = await aside(len(keys), lambda: self._wanted(keys, start))
+        chain = await aside(len(keys), lambda: self._wanted(keys, start, request_id, compared_with))
         return await self._get(chain, deadline, start, request_id, compared_with)
 
     async def _get(
@@ -249,7 +250,7 @@ class Cache(Face):
         With `start`, the caller has the blocks before it already: the hit begins with block `start`. The account of
         `request_id` counts blocks read, and tells where its chain left that of `compared_with`, an earlier request.
         """
-        chain = self._wanted(keys, start)
+        chain = self._wanted(keys, start, request_id, compared_with)
         deadline = self._deadline(timeout, self.config.deadlines.get)
         lease = self.manager.pin(chain, start)
         if len(lease) < len(chain) - start and self.manager.lower:
@@ -284,7 +285,8 @@ class Cache(Face):
 
     def close(self) -> Flushed:
         """Flush, then close every tier, within deadlines.close. Calls of other threads return, or raise ClosedError.
-        Idempotent; returns when the cache is closed, whoever closes it. In a forked child it does nothing."""
+        Idempotent; returns when the cache is closed, whoever closes it. Interrupted, as by Ctrl-C, it skips the flush,
+        closes everything within a second, and then raises. In a forked child it does nothing."""
         if os.getpid() != self._pid:
             return Flushed({}, 0, 0)
         limit_s = self.config.deadlines.close
@@ -293,6 +295,10 @@ class Cache(Face):
             return Flushed({}, 0, 0)
         try:
             return self._run(self.manager.close(), self._clock.monotonic() + limit_s, self.manager.flushed)
+        except BaseException:
+            with contextlib.suppress(ClosedError, TimeoutError):
+                self._loop.run(self.manager.close(), CANCELLED_S + _GRACE_S)  # waits for the one that was cut short
+            raise
         finally:
             self._loop.end(_GRACE_S)
             self._closed.set()

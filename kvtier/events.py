@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from kvtier.identity.keys import BlockKey
@@ -51,7 +52,8 @@ class Events:
     def lose(self, tier: str) -> None:
         """Blocks have left the tier of this name, and nobody knows which."""
         with self._lock:
-            if not self._changes or self._changes[-1] != (tier, [], False):
+            latest = takewhile(lambda change: not change[1], reversed(self._changes))
+            if all(lost != tier for lost, _, _ in latest):  # else it is lost there, and nothing has come since
                 self._changes.append((tier, [], False))
 
     def of(self, tier: str) -> Notify:

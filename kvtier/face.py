@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TIMEOUT_S_MAX = 365 * 86_400.0
+"""As good as no end: the waits of threads take no infinite time, nor one of centuries."""
+
 RELOAD_S = 10.0
 """How long a reload waits for one that began before, whose file may lie on a server that does not answer."""
 
@@ -67,6 +70,7 @@ class Face:
         set_log_lines(config.log.level, config.log.format)
         set_spans(config.trace.spans)
         self._reloading = threading.Lock()
+        self._starting = False
         self.manager = build(config, namespace, clock, lower, near, computes)
         self.journal = Journal(namespace.block_tokens)
         self.trace = RequestTrace(
@@ -77,7 +81,13 @@ class Face:
         )
 
     async def _start(self) -> None:
-        await self.manager.start()
+        if self._starting or not self.manager.closed:
+            raise InvalidRequest("this cache is open already; each `async with` needs one of its own")
+        self._starting = True
+        try:
+            await self.manager.start()
+        finally:
+            self._starting = False
         if self.config.trace.socket is not None:
             self.journal.open()
             self.manager.hierarchy.work.watch(self.journal)
@@ -110,11 +120,17 @@ class Face:
             raise ClosedError("this cache was opened in another process; open one of your own after a fork")
         if self.manager.closed:
             raise ClosedError("the cache is closed")
-        check_keys(keys, distinct=distinct)
-        return cast("list[BlockKey]", list(keys))
+        chain = list(keys)  # first: the caller's may change meanwhile
+        check_keys(chain, distinct=distinct)
+        return cast("list[BlockKey]", chain)
 
-    def _wanted(self, keys: Sequence[bytes], start: int, *, distinct: bool = False) -> list[BlockKey]:
+    def _wanted(self, keys: Sequence[bytes], start: int, *requests: object, distinct: bool = False) -> list[BlockKey]:
+        """`requests`: ids of some, as callers give them."""
         chain = self._chain(keys, distinct=distinct)
+        try:
+            hash(requests)
+        except TypeError as error:
+            raise InvalidRequest(f"a request's id must be a string: {error}") from None
         if not 0 <= start <= len(chain):
             raise InvalidRequest(f"start must lie in 0 … {len(chain)}, got {start}")
         return chain
@@ -130,7 +146,7 @@ class Face:
         request_id: str,
         work: Work,
     ) -> Put:
-        chain = self._wanted(keys, start, distinct=True)
+        chain = self._wanted(keys, start, request_id, distinct=True)
         terms = ChainTerms(self._terms(retention), self.namespace.block_tokens)
         return Put(self.manager, chain, buffers, terms, start=start, wait=wait, request_id=request_id, work=work)
 
@@ -150,7 +166,7 @@ class Face:
     def _deadline(self, timeout: float | None, default: float) -> Mono:
         if timeout is not None and not timeout >= 0:
             raise InvalidRequest(f"timeout must be at least 0 seconds, got {timeout}")
-        return self._clock.monotonic() + (default if timeout is None else timeout)
+        return self._clock.monotonic() + (default if timeout is None else min(timeout, TIMEOUT_S_MAX))
 
     def chain_hashes(self, tokens: Any, salt: str | bytes | None = None, retention: Wanted = None) -> list[bytes]:
         """Keys of `tokens` in this cache's namespace, under its scope secret; in a scope of its own if `retention`

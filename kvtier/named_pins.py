@@ -21,6 +21,7 @@ from kvtier.times import Wall
 from kvtier.units import parse_duration
 
 TTL_S_MAX = 10 * 365 * 86_400.0
+TOKENS_MAX = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,8 @@ class AsyncNamedPins:
     async def create(self, name: str, keys: Sequence[bytes], ttl: float | str, *, tokens: int | None = None) -> PinInfo:
         """Pin a chain. `tokens`: how many it stands for, where that is not all of its blocks'. Raises InvalidRequest if
         the name is malformed or taken, or more would be pinned than may be (`retention.reserved`)."""
+        if tokens is not None and not (type(tokens) is int and 0 <= tokens <= TOKENS_MAX):
+            raise InvalidRequest(f"tokens must be a number of tokens, got {tokens!r}")
         self._protection.require_loop()
         work = self._protection.begin()
         chain = await aside(len(keys), lambda: self._chain(keys))

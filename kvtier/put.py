@@ -78,7 +78,7 @@ class Put:
         for index, buffer in enumerate(buffers):
             try:
                 view = memoryview(buffer).cast("B")
-            except TypeError as error:
+            except (TypeError, ValueError, BufferError) as error:
                 raise InvalidRequest(f"buffers[{index}] is not contiguous bytes-like: {error}") from None
             if view.nbytes != wanted:
                 raise InvalidRequest(f"buffers[{index}] has {view.nbytes} bytes, a block has {wanted}")

@@ -31,6 +31,9 @@ FAILURES_MAX = 3
 PAUSE_FIRST_S, PAUSE_LAST_S = 0.1, 5.0
 """Between a failure and the restart: the first, and the longest that doubling leads to."""
 
+ENDING = (KeyboardInterrupt, SystemExit, GeneratorExit)
+"""Raised by whoever ends the program, or gives up a coroutine: nobody's failure."""
+
 _UNWIND_S = 0.05
 """Least time that cancelled tasks have to undo their work, even where the deadline is over."""
 
@@ -158,7 +161,9 @@ class Supervisor:
             await self._sleep(pause_s or every_s or 0.0)
             try:
                 await work()
-            except (Exception, asyncio.CancelledError) as error:  # a stray cancellation is a failure, too
+            except ENDING:
+                raise
+            except BaseException as error:  # a stray cancellation is a failure, too, and so is a panic of Rust's
                 if task.cancelling():
                     raise
                 pause_s = self.failures.record(name, error, service)
@@ -203,11 +208,19 @@ class LoopOnThread:
     def __init__(self, name: str) -> None:
         """Starts the thread."""
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run_on, name=name, daemon=True)
         self._lock = threading.Lock()
         self._ended = False
         self._waiting: set[concurrent.futures.Future[Any]] = set()
         self._thread.start()
+
+    def _run_on(self) -> None:
+        """Until `end`. An exit in a task is its own: signals, by which somebody ends the program, come elsewhere."""
+        while True:
+            try:
+                return self._loop.run_forever()
+            except (SystemExit, KeyboardInterrupt) as error:
+                log.error("%s: a task has raised %s: %s", self._thread.name, type(error).__name__, error)
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run a coroutine on the loop; cancelling the future cancels it. Raises ClosedError when the loop has ended."""

@@ -303,7 +303,17 @@ BAD_PUTS = {
     "a short buffer": (None, lambda bufs: [bufs[0], bufs[1][:-1]], r"buffers\[1\] has 4095 bytes, a block has 4096"),
     "too few buffers": (None, lambda bufs: bufs[:1], r"1 buffers for 2 keys"),
     "no buffer at all": (None, lambda bufs: [bufs[0], 7], r"buffers\[1\] is not contiguous bytes-like"),
+    "a buffer given up": (
+        None,
+        lambda bufs: [bufs[0], given_up(bufs[1])],
+        r"buffers\[1\] is not contiguous bytes-like",
+    ),
 }
+
+
+def given_up(buffer: bytes) -> memoryview:
+    with memoryview(buffer) as view:
+        return view
 
 
 @pytest.mark.parametrize("fault", BAD_PUTS)

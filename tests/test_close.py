@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -20,6 +21,7 @@ from kvtier.manager import closing as closing_module
 from kvtier.retention.terms import Depth, Terms
 from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace
 from kvtier.tiers.protocol import Tier
+from kvtier.times import Mono
 from tests.manager.support.stubborn import StubbornTier
 
 BLOCK = 4096
@@ -195,6 +197,61 @@ async def test_a_close_that_is_cancelled_closes_everything_all_the_same(
         tier.stuck = frozenset()
         await cache.close()
     tier.stuck = frozenset()
+
+
+class Slow(MemoryTier):
+    """Takes a while to close. `closing` is called when it begins."""
+
+    closing: Callable[[], object] = staticmethod(lambda: None)
+
+    async def close(self, deadline: Mono) -> None:
+        self.closing()
+        await asyncio.sleep(0.1)
+        await super().close(deadline)
+
+
+async def test_a_close_that_is_cancelled_while_a_tier_closes_leaves_it_its_time() -> None:
+    clock, begun = SystemClock(), asyncio.Event()
+    tier = Slow(NS, clock)
+    cache = kvtier.aopen(config("20s"), NS, clock=clock, tiers=[tier])
+    await cache.__aenter__()
+    tier.closing = begun.set
+    closing = asyncio.ensure_future(cache.close())
+    await begun.wait()
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert not tier._opened and not arena(cache)._maps
+
+
+def test_a_close_that_is_interrupted_closes_everything_all_the_same() -> None:
+    def interrupt() -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    tier = Slow(NS, SystemClock())
+    cache = kvtier.open(config("20s"), NS, tiers=[tier])
+    tier.closing = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        cache.close()
+    assert not tier._opened and not arena(cache)._maps and not cache._loop._thread.is_alive()
+
+
+async def test_a_cache_that_is_open_is_not_opened_again() -> None:
+    """It got a second arena beside the first: nothing could be stored or read any more."""
+    cache = kvtier.aopen(config(), NS, tiers=[])
+    opening = [asyncio.ensure_future(cache.__aenter__()) for _ in range(2)]
+    assert [type(each) for each in await asyncio.gather(*opening, return_exceptions=True)] == [
+        kvtier.AsyncCache, kvtier.InvalidRequest,
+    ]  # fmt: skip
+    with pytest.raises(kvtier.InvalidRequest):
+        async with cache:
+            pass
+    assert await cache.put(KEYS, payloads_of(KEYS, BLOCK)) == 8
+    async with cache.get(KEYS) as hit:
+        assert [bytes(block) for block in hit.blocks] == payloads_of(KEYS, BLOCK)
+    await cache.close()
+    with pytest.raises(ClosedError):
+        await cache.__aenter__()
 
 
 async def test_an_open_that_is_cancelled_leaves_nothing_open() -> None:

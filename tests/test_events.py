@@ -119,3 +119,15 @@ def test_changes_that_nobody_takes_are_dropped_from_the_oldest_on() -> None:
     events.of("g3")(keys[:1], True)
     assert events.take() == [Change("g2", (keys[0],), True), Change("g2", (keys[0],), False),
                              Change("g3", (keys[0],), True)]  # fmt: skip
+
+
+def test_tiers_that_are_lost_in_turns_take_no_room() -> None:
+    """As purges do it that nobody takes the changes of."""
+    events = Events()
+    notify = events.of("g3")
+    for _ in range(3):
+        for tier in ("g3", "g4"):
+            events.lose(tier)
+    notify([BlockKey(b"a")], True)
+    events.lose("g3")
+    assert events.take() == [Lost("g3"), Lost("g4"), Change("g3", (BlockKey(b"a"),), True), Lost("g3")]

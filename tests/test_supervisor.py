@@ -52,7 +52,7 @@ def failing(times: int, error: BaseException) -> Callable[[], Coroutine[Any, Any
     return work
 
 
-@pytest.mark.parametrize("error", [ValueError("injected"), asyncio.CancelledError()])
+@pytest.mark.parametrize("error", [ValueError("injected"), asyncio.CancelledError(), BaseException()])
 async def test_a_task_that_fails_is_restarted_counted_and_logged_once_with_its_stack(
     error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -198,3 +198,20 @@ class TestLoopOnThread:
             loop.run(slow(), 0.02)
         assert ended.wait(30)
         loop.end(1.0)
+
+
+def test_an_exit_that_a_library_raises_ends_no_loop() -> None:
+    """Every call waited for its time, and nothing was closed."""
+    loop = LoopOnThread("test")
+
+    async def exits() -> None:
+        raise SystemExit(3)
+
+    async def works() -> int:
+        return 7
+
+    with pytest.raises(SystemExit):
+        loop.run(exits(), 5)
+    assert loop.run(works(), 5) == 7
+    loop.end(5)
+    assert not loop._thread.is_alive()

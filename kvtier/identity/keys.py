@@ -86,12 +86,16 @@ def scope_of_key(key: bytes) -> Scope:
 
 
 def check_keys(keys: Sequence[bytes], *, distinct: bool) -> None:
-    """Raise InvalidRequest, naming the index, unless every key is 48 bytes (and, if asked, no two equal)."""
+    """Raise InvalidRequest, naming the index, unless every key is 48 bytes, of the scope of the first one (and, if
+    asked, no two equal)."""
     right = set(map(type, keys)) <= {bytes} and set(map(len, keys)) <= {KEY_BYTES}  # three times faster than one by one
     for index, key in () if right else enumerate(keys):
         if type(key) is not bytes or len(key) != KEY_BYTES:
             got = f"{len(key)} bytes" if isinstance(key, bytes) else type(key).__name__
             raise InvalidRequest(f"keys[{index}]: expected {KEY_BYTES} bytes from chain_hashes(), got {got}")
+    if keys and scope_of_key(min(keys)) != scope_of_key(max(keys)):  # purges go by the scope of a whole chain
+        index = next(index for index, key in enumerate(keys) if scope_of_key(key) != scope_of_key(keys[0]))
+        raise InvalidRequest(f"keys[{index}] is of another scope than keys[0]; a chain has one")
     if distinct and len(set(keys)) != len(keys):
         first = {key: index for index, key in reversed(list(enumerate(keys)))}
         again = next(index for index, key in enumerate(keys) if first[key] != index)

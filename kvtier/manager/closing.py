@@ -45,6 +45,8 @@ class Closing:
         """Starts on the running loop. The whole takes at most `seconds`."""
         self._clock = clock
         self._from, self._seconds = clock.monotonic(), seconds
+        self._limit: asyncio.Timeout | None = None  # of the step under way, which is to be over by this share
+        self._share = 0.0
         self._task = asyncio.get_running_loop().create_task(self._run(flush, steps))
 
     async def _run(self, flush: tuple[float, Flush], steps: list[Step]) -> Flushed:
@@ -55,7 +57,10 @@ class Closing:
             return await work(self._by(share))
 
     async def _step(self, share: float, step: Callable[[Mono], Awaitable[object]]) -> None:
-        await step(self._by(share))  # asked for now: a cancellation has changed it
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None) as self._limit:
+                self._share = share
+                await step(self._by(share))  # asked for now: a cancellation has changed it
 
     def _by(self, share: float) -> Mono:
         return self._from + share * self._seconds
@@ -72,7 +77,10 @@ class Closing:
             return await asyncio.shield(self._task)
         except asyncio.CancelledError:
             self._from, self._seconds = self._clock.monotonic(), min(CANCELLED_S, self._seconds)
-            self._task.cancel()
+            if self._limit is None:
+                self._task.cancel()
+            elif not self._task.done():  # a step that has begun has its share of this time, too
+                self._limit.reschedule(asyncio.get_running_loop().time() + self._share * self._seconds)
             while not self._task.done():
                 with contextlib.suppress(asyncio.CancelledError):
                     await self.ended()

@@ -232,7 +232,8 @@ class StrideCoalescer:
                 if Miss.NO_ROOM in loaded.values():
                     return Miss.NO_ROOM
             slots = tuple(got[index] for index in sorted(got))
-            whole = len(slots) == end - start and all(s.life.servable(self._tier.depth, wall_s) for s in slots)
+            whole = [slot.index for slot in slots] == [*range(start, end)]  # else some are missing, or not this chain's
+            whole = whole and all(slot.life.servable(self._tier.depth, wall_s) for slot in slots)
             return slots if whole else None
         finally:
             if not whole:

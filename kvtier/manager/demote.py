@@ -111,7 +111,7 @@ class Demoter:
         slots: list[Slot] = []
         for part in slices(indices):
             with self._lock:
-                here = [slot for index in part if (slot := self._host.index.get(chain[index])) is not None]
+                here = [slot for index in part if (slot := self._host.index.at(chain, index)) is not None]
                 for slot in here:
                     self._host.pins.add(slot)
             slots += here
@@ -281,7 +281,7 @@ class Demoter:
             if miss is None:
                 break
             with self._lock:
-                slot = self._host.index.get(chain[index])
+                slot = self._host.index.at(chain, index)
                 if slot is not None:
                     self._host.pins.add(slot)
                     slots.append(slot)
@@ -303,8 +303,8 @@ class Demoter:
             with self._lock:
                 space = max(stride, self._pinned_max) - self._coalescer.pinned()
                 reached = min(end, first + space // stride * stride)
-                for key in chain[first:reached]:
-                    if (slot := self._host.pin(key, now)) is not None:
+                for depth in range(first, reached):
+                    if self._host.index.at(chain, depth) and (slot := self._host.pin(chain[depth], now)) is not None:
                         holds.append((slot, slot.generation))
                 self._coalescer.add(chain, stop if end == complete or reached < end else end, holds)
             if reached < end:  # the strides after it would have no parent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -100,7 +101,7 @@ class PinSync:
 
     async def merge(self) -> list[Pin]:
         """End the pins that ended elsewhere, and enter those that were made there; returns these, which do not cover
-        their chains yet. Raises TierError."""
+        their chains yet. Raises one of FAILURES."""
         found = await self.read()
         if found is None:
             return []
@@ -122,17 +123,18 @@ class PinSync:
 
     async def read(self) -> dict[str, Pin] | None:
         """The pins on all media, by name: of those with one name the one that ends last. None: no tier remembers any.
-        Raises TierError."""
+        Raises one of FAILURES."""
         if self._notebook is None and not self._shared:
             return None
         found: dict[str, Pin] = {}
-        if self._notebook is not None:
-            notes = await self._notebook.read_notes(_PREFIX)
-            found = await aside(sum(map(len, notes.values())) // KEY_BYTES, lambda: self._decode(notes))
-        for tier in self._shared:
-            for pin in await tier.pins():
-                if pin.name not in found or found[pin.name].until < pin.until:
-                    found[pin.name] = pin
+        async with asyncio.timeout(CALL_S):
+            if self._notebook is not None:
+                notes = await self._notebook.read_notes(_PREFIX)
+                found = await aside(sum(map(len, notes.values())) // KEY_BYTES, lambda: self._decode(notes))
+            for tier in self._shared:
+                for pin in await tier.pins():
+                    if pin.name not in found or found[pin.name].until < pin.until:
+                        found[pin.name] = pin
         return found
 
     def _decode(self, notes: Mapping[str, bytes]) -> dict[str, Pin]:

@@ -19,7 +19,7 @@ from kvtier.identity.key_map import KeyMap
 from kvtier.identity.keys import BlockKey, Scope, tenant_of
 from kvtier.manager.claims import Claims
 from kvtier.manager.hierarchy import Hierarchy
-from kvtier.manager.pin_sync import CALL_S, FAILURES, PinSync
+from kvtier.manager.pin_sync import FAILURES, PinSync
 from kvtier.manager.retain import Retainer, Times
 from kvtier.manager.slices import MOVED_BLOCKS, slices
 from kvtier.manager.work import Work
@@ -67,15 +67,15 @@ class Protection:
         self._turn = asyncio.Lock()
         self.block_bytes = hierarchy.host.block_bytes
         self._purged: dict[Scope, Wall] = {}  # scopes whose guarantees have to end
+        self._establishing: set[str] = set()  # names of pins whose blocks do not all know of them yet
 
     async def open(self) -> None:
         """Find the tiers that retain, and the protection that earlier processes left. Tier errors are logged."""
         self.budget = self.retainer.open(self._share)
         self._sync.open()
         try:
-            async with asyncio.timeout(CALL_S):
-                await self._read_pins()
-                retained = await self.retainer.known_below()
+            await self._read_pins()
+            retained = await self.retainer.known_below()
         except FAILURES as error:
             log.warning("pins and guarantees of earlier processes cannot be read: %s", error)
             return
@@ -266,7 +266,8 @@ class Protection:
             raise
 
     async def extend(self, name: str, ttl: float) -> Pin:
-        """Let a pin end `ttl` seconds from now, later or sooner. Raises InvalidRequest if there is none."""
+        """Let a pin end `ttl` seconds from now, later or sooner. Raises InvalidRequest if there is none. Cancelled, it
+        holds, and the next `tend` does the rest; so for `create`, once the pin covers its chain."""
         async with self._turn:
             wall_s = self._clock.read().stamp
             await self.expire(wall_s)
@@ -311,6 +312,7 @@ class Protection:
 
     async def _establish(self, pin: Pin) -> None:
         wall_s = self._clock.wall()
+        self._establishing.add(pin.name)
         for part in slices(pin.chain, MOVED_BLOCKS):
             with self._lock:
                 index = self._host.index
@@ -319,6 +321,7 @@ class Protection:
                 self.retainer.ask(part)
                 self._sync.unwritten.add(pin.name)
             await asyncio.sleep(0)
+        self._establishing.discard(pin.name)
         await self._sync.write([pin.name])
         await self.retainer.tell_below()
 
@@ -326,26 +329,26 @@ class Protection:
 
     async def tend(self, *, read_pins: bool = False) -> bool:
         """End pins and guarantees whose time is over, or whose scope was purged, and bring changes to the tiers below;
-        with `read_pins`, take in those made elsewhere. Whether they were read."""
+        with `read_pins`, take in those made elsewhere, and end guarantees of blocks that no tier has any more. Whether
+        they were read."""
         async with self._turn:
             await self.expire(self._clock.read().delete)
+            for name in list(self._establishing):
+                if (begun := self.pins.get(name)) is not None:
+                    await self._establish(begun)
+                self._establishing.discard(name)
             with self._lock:
                 names = list(self._sync.unwritten)
             await self._sync.write(names)
             await self.retainer.tell_below()
             if read_pins:
                 try:
-                    async with asyncio.timeout(CALL_S):
-                        await self._read_pins()
-                        await self._drop_stale()
+                    await self._read_pins()
+                    await self._end_lost(await self.retainer.drop_stale(), lambda key: False)
                 except FAILURES as error:
                     log.debug("pins cannot be read now: %s", error)
                     return False
         return read_pins
-
-    async def _drop_stale(self) -> None:
-        """End guarantees of blocks that the tier below has lost, and that G2 lacks."""
-        await self._end_lost(await self.retainer.drop_stale(), lambda key: False)
 
     async def evicted(self, tier: str, on_its_way: Callable[[BlockKey], bool]) -> None:
         """A tier's copies were dropped by its operator: guarantees of blocks that no tier reserves bytes for any more

@@ -58,15 +58,21 @@ class ChainReservation:
         may after the last.
         """
         reached = start
-        for first in range(start, stop, MOVED_BLOCKS):
-            end, known = min(stop, first + MOVED_BLOCKS), len(self.present)
-            with lock:
-                if not host.capacity or self.work.lost(self.chain[first:end]):  # closed, or purged, meanwhile
+        try:
+            for first in range(start, stop, MOVED_BLOCKS):
+                end, known = min(stop, first + MOVED_BLOCKS), len(self.present)
+                with lock:
+                    if not host.capacity or self.work.lost(self.chain[first:end]):  # closed, or purged, meanwhile
+                        break
+                    reached = self.take(host, losses, first, end, terms)
+                    met(self.chain[first:end], [self.chain[index] for index in self.present[known:]])
+                if reached < end:
                     break
-                reached = self.take(host, losses, first, end, terms)
-                met(self.chain[first:end], [self.chain[index] for index in self.present[known:]])
-            if reached < end:
-                break
+        except BaseException:  # of the caller's thread, such as Ctrl-C: nobody is given the slots
+            with lock:
+                for slot in self.slots:
+                    host.abort(slot, slot.generation)
+            raise
         return reached
 
     def take(self, host: HostTier, losses: Losses, start: int, stop: int, terms: ChainTerms) -> int:
@@ -97,8 +103,8 @@ class ChainReservation:
             numbers, room = host.reserve_leading(
                 rest, index, self.keep, insist=self.insist, priority=priority, wall_s=now
             )
-            table.stamp_all(numbers, kind, life, ends)
             self.slots += map(Slot, numbers, repeat(table))
+            table.stamp_all(numbers, kind, life, ends)
             index += len(numbers)
             if not room:
                 key = chain[index]

@@ -76,7 +76,7 @@ class Retainer:
         of G2's. G2 retains that share of its own at most, and what it retains already until that ends."""
         with self._lock:
             budget = max(1, int(share * self._host.capacity))
-            self._most = max(budget, self._host.retained)
+            self._most = max(budget, len(self._host.retained))
         if self._metered is None:
             return budget
         capacity = self._metered.usage().capacity_bytes // self._metered.block_bytes
@@ -84,7 +84,8 @@ class Retainer:
 
     async def known_below(self) -> Mapping[BlockKey, Wall]:
         """What the tier below retains, whoever asked it to. Raises its errors."""
-        return await self._tier.retained() if self._tier is not None else {}
+        async with asyncio.timeout(CALL_S):
+            return await self._tier.retained() if self._tier is not None else {}
 
     # ── under the lock ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -103,8 +104,9 @@ class Retainer:
     def retain(self, keys: Iterable[BlockKey]) -> None:
         """Retain in G2 the blocks that no tier below retains, as far as G2's share goes."""
         host = self._host
-        alone = [key for key in keys if key not in self._below and key in host.index]
-        space = max(0, self._most - host.retained)
+        held = host.retained
+        alone = [key for key in keys if key not in self._below and key not in held and key in host.index]
+        space = max(0, self._most - len(held))
         host.retain(alone[:space])
         self.unheld += len(alone[space:])
 
@@ -141,7 +143,7 @@ class Retainer:
         if self._tier is None or not self._below:
             return []
         before = list(self._below)  # at once, in C: no lock
-        return await self._lost(before, await self._tier.retained())
+        return await self._lost(before, await self.known_below())
 
     async def _lost(self, keys: Sequence[BlockKey], retained: Mapping[BlockKey, Wall]) -> list[BlockKey]:
         nowhere: list[BlockKey] = []
@@ -221,4 +223,4 @@ class Retainer:
     def check(self) -> None:
         """Assert the invariants. Under the lock."""
         assert all(map(self._wanted, self._below)), "retained below without protection"
-        assert self._host.retained <= self._most, "more of G2 is retained than its share"
+        assert len(self._host.retained) <= self._most, "more of G2 is retained than its share"

@@ -68,13 +68,14 @@ def stats_of(
 
 
 def _tier_stats(tier: Metered, queue: WriteBehind, hits: int) -> dict[str, Any]:
+    """Its counters are copied at once, in C: the loop goes on counting on its thread meanwhile."""
     usage = tier.usage()
     return {
         "blocks": usage.blocks,
         "bytes": usage.bytes,
         "capacity_bytes": usage.capacity_bytes,
         "hits": hits,
-        "misses": {str(miss): n for miss, n in tier.misses.items()},
+        "misses": {str(miss): n for miss, n in tier.misses.copy().items()},
         "evictions": usage.evictions,
         "device_written_bytes": usage.written_bytes,
         "write_budget_bytes": usage.budget_bytes,
@@ -87,7 +88,7 @@ def _tier_stats(tier: Metered, queue: WriteBehind, hits: int) -> dict[str, Any]:
         },
         "seconds": {"read": tier.read_latency.buckets(), "write": tier.write_latency.buckets()},
         "loaded": tier.loaded,
-        "stored": {str(stored): n for stored, n in tier.stored.items()},
+        "stored": {str(stored): n for stored, n in tier.stored.copy().items()},
         "refused": dict(queue.refused),
         "pending": queue.pending(),
         "read_bytes": tier.read_bytes,

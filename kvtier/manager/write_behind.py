@@ -277,9 +277,12 @@ async def to_the_end(work: Callable[[ChainBatch], T], batch: ChainBatch) -> T:
 
 
 def seal(batch: ChainBatch, position: int = 0) -> list[Sealed]:
-    """Digest each block that has none yet, and describe it. Reads every byte; call it off the event loop."""
+    """Digest each block that has none yet, and describe it. Reads every byte; call it off the event loop. Raises
+    ValueError for a slot that does not have the block that the chain has at its depth."""
     out = []
     for depth, (slot, _) in zip(batch.depths, batch.holds, strict=True):
+        if slot.key != batch.chain[depth]:
+            raise ValueError("a block was to be written under another's name")
         if slot.digest is None:
             slot.digest = digest_of(slot.pieces)
         pieces = tuple(piece.toreadonly() for piece in slot.pieces)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from numbers import Integral
 from types import MappingProxyType
 
 from kvtier.errors import InvalidRequest
@@ -45,12 +46,16 @@ class Terms:
     isolate: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise InvalidRequest(f"a retention class is named by a string, got {type(self.name).__name__}")
         for label in ("ttl", "max_age"):
             value = getattr(self, label)
-            if value is not None and not 0 < value < 2**32:
-                raise InvalidRequest(f"retention {self.name!r}: {label} must be positive, got {value}")
-        if not 0 <= self.priority <= PRIORITY_MAX:
-            raise InvalidRequest(f"retention {self.name!r}: priority must lie in 0 … 100, got {self.priority}")
+            if value is not None and not (isinstance(value, int | float) and 0 < value < 2**32):
+                raise InvalidRequest(f"retention {self.name!r}: {label} must be positive seconds, got {value!r}")
+        if not (isinstance(self.priority, Integral) and 0 <= self.priority <= PRIORITY_MAX):
+            raise InvalidRequest(f"retention {self.name!r}: priority must lie in 0 … 100, got {self.priority!r}")
+        if not (isinstance(self.ceiling, Integral) and Depth.G1 <= self.ceiling <= Depth.G4):
+            raise InvalidRequest(f"retention {self.name!r}: ceiling must be a Depth, got {self.ceiling!r}")
 
 
 BUILTIN = MappingProxyType(

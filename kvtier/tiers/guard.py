@@ -19,6 +19,7 @@ from kvtier.errors import ClosedError, ConfigError, FormatError, InvalidRequest,
 from kvtier.events import Notify
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.supervisor import Service, abandon, soon
+from kvtier.tiers.answers import ANSWERS, RESULTS, STORED, answers_to, at_once, tier_error
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.protocol import Loaded, Miss, Sealed, Stored, Target, Tier, Usage
 from kvtier.times import Mono, Wall
@@ -128,8 +129,8 @@ class GuardLimits:
 class Guarded(Wrapper):
     """Turns a sick tier into misses. Raises nothing but ClosedError and cancellation, except from `open`, `check`,
     `purge`, `empty`, `tombstones`, `drop_made_after` and `ask`, whose failures their caller must see: TierError
-    whatever the tier raised. Where `usage` and `counters` fail they tell what they told last. No verb but `read` and
-    `write` outlasts its deadline, even if the tier does not heed cancellation.
+    whatever the tier raised. Where `usage`, `counters` and `restarts` fail they tell what they told last. No verb but
+    `read` and `write` outlasts its deadline, even if the tier does not heed cancellation.
 
     A call that got no answer in time is *given up*: cancelled, and left to end when it does. Its answer is dropped.
     """
@@ -146,6 +147,7 @@ class Guarded(Wrapper):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._usage = Usage(0, 0)
         self._counters: Mapping[str, int] = {}
+        self._restarts: Mapping[str, int] = {}
         self.report_to(_Reports(self))
 
     async def open(self) -> None:
@@ -169,7 +171,7 @@ class Guarded(Wrapper):
 
     def peek(self, chain: Sequence[BlockKey], wanted: Sequence[int]) -> list[Miss | None]:
         with self._absorb("peek"):
-            return self._each("peek", self.inner.peek(chain, wanted), wanted)
+            return answers_to(wanted, at_once(self.name, "peek", self.inner.peek, chain, wanted), ANSWERS)
         return [Miss.ERROR] * len(wanted)
 
     async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: Mono) -> list[Miss | None]:
@@ -182,7 +184,7 @@ class Guarded(Wrapper):
                 looking = self._begin("lookup", chain, wanted, deadline)
                 if await self._is_answered("lookup", looking, given_s):
                     with suppress(TimeoutError):
-                        found = self._each("lookup", self._result("lookup", looking), wanted)
+                        found = answers_to(wanted, self._result("lookup", looking), ANSWERS)
             self._judge(found, given_s >= self.limits.lookup_s)
             return found
         return [Miss.ERROR] * len(wanted)
@@ -194,7 +196,7 @@ class Guarded(Wrapper):
         with self._absorb("read"):
             patient = self._left_s(deadline) >= self.limits.read_s
             results = await self._overdue(self.inner.read(chain, targets, deadline), deadline, patient)
-            self._each("read", results, targets)
+            results = answers_to(targets, results, RESULTS)
             self._judge(results, patient)
             return results
         return [Miss.ERROR] * len(targets)
@@ -208,7 +210,7 @@ class Guarded(Wrapper):
             except KeyUnavailable as error:
                 log.debug("%s: a block could not be encrypted: %s", self.name, str(error))
                 return [Stored.NO_KEY] * len(blocks)
-            self._each("write", results, blocks)
+            results = answers_to(blocks, results, STORED)
             if Stored.FAILED in results:
                 self.breaker.failed()
             else:
@@ -218,15 +220,19 @@ class Guarded(Wrapper):
 
     def touch(self, keys: Sequence[BlockKey], wall_s: Wall) -> None:
         with self._absorb("touch"):
-            self.inner.touch(keys, wall_s)
+            at_once(self.name, "touch", self.inner.touch, keys, wall_s)
 
     def usage(self) -> Usage:
-        self._usage = _told(super().usage, self._usage)
+        self._usage = self._told("usage", super().usage, self._usage)
         return self._usage
 
     def counters(self) -> Mapping[str, int]:
-        self._counters = _told(super().counters, self._counters)
+        self._counters = self._told("counters", super().counters, self._counters)
         return self._counters
+
+    def restarts(self) -> Mapping[str, int]:
+        self._restarts = self._told("restarts", super().restarts, self._restarts)
+        return self._restarts
 
     async def evict(self, keys: Sequence[BlockKey] | None) -> int:
         with suppress(TierError):
@@ -297,7 +303,7 @@ class Guarded(Wrapper):
                 self._failed(verb, error)
             if isinstance(error, TierError):
                 raise
-            raise TierError(self.name, verb, f"{type(error).__name__}: {error}") from error
+            raise tier_error(self.name, verb, error) from error
 
     async def _is_answered(self, verb: str, call: asyncio.Future[Any], seconds: float) -> bool:
         """Whether a call ends within `seconds`; if not, or if the caller is cancelled, it is given up. Raises
@@ -324,15 +330,21 @@ class Guarded(Wrapper):
         self.unanswered[verb] += 1
         return False
 
-    def _each(self, verb: str, answers: list[T], asked: Sequence[object]) -> list[T]:
-        """The answers. Raises TierError unless there is one for each: nobody could say whose they are."""
-        if len(answers) != len(asked):
-            raise TierError(self.name, verb, f"{len(answers)} answers where {len(asked)} were asked for")
-        return answers
+    def _told(self, verb: str, figures: Callable[[], T], last: T) -> T:
+        """The figures, or the last ones where the tier cannot tell. Raises ClosedError. On any thread."""
+        try:
+            return at_once(self.name, verb, figures)
+        except ClosedError:
+            raise
+        except Exception as error:
+            log.debug("figures of a tier: %s: %s", type(error).__name__, error)
+            return last
 
     def _result(self, verb: str, call: asyncio.Future[T]) -> T:
         if call.cancelled():
             raise TierError(self.name, verb, "cancelled by the tier itself")
+        if (error := call.exception()) is not None and not isinstance(error, Exception):
+            raise tier_error(self.name, verb, error) from error
         return call.result()
 
     def _give_up(self, verb: str, call: asyncio.Future[Any]) -> None:
@@ -377,6 +389,10 @@ class Guarded(Wrapper):
                 task.cancel()
                 await asyncio.wait({task})
             raise
+        except BaseException as error:
+            if task.done() and task.exception() is error:
+                raise tier_error(self.name, "call", error) from error
+            raise
 
     @contextmanager
     def _absorb(self, verb: str) -> Iterator[None]:
@@ -400,17 +416,6 @@ class Guarded(Wrapper):
             self.breaker.failed()
         elif Miss.LATE not in results:
             self.breaker.succeeded()
-
-
-def _told(figures: Callable[[], T], last: T) -> T:
-    """The figures, or the last ones where the tier cannot tell. Raises ClosedError. On any thread."""
-    try:
-        return figures()
-    except ClosedError:
-        raise
-    except Exception as error:
-        log.debug("figures of a tier: %s: %s", type(error).__name__, error)
-        return last
 
 
 def _wake(waiter: asyncio.Future[bool], closed: bool) -> None:

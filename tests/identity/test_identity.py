@@ -205,6 +205,7 @@ def test_a_key_has_48_bytes_and_comes_once_in_a_chain() -> None:
         ([*keys, keys[1]], r"keys\[3\] repeats keys\[1\]"),
         ([keys[0], keys[1][1:]], r"keys\[1\].* got 47 bytes"),
         ([bytearray(keys[0])], "got bytearray"),
+        ([*keys, *make_keys(scope_of("a"), [bytes(32)])], r"keys\[3\] is of another scope"),
     ):
         with pytest.raises(InvalidRequest, match=why):
             check_keys(wrong, distinct=True)  # type: ignore[arg-type]

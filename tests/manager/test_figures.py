@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payloads_of
-from kvtier.tiers.protocol import Miss
+from kvtier.tiers.protocol import Miss, Stored
 from tests.manager.test_housekeeping import BLOCK, NS, opened
 
 
@@ -66,3 +66,23 @@ async def test_figures_equal_an_independent_count(seed: int) -> None:
     assert stored["failed"] >= tier.written_blocks["failed"] > 0, "some were refused without asking the tier"
     del stored["failed"], tier.written_blocks["failed"]
     assert +stored == +tier.written_blocks and stored["stored"] > 0
+
+
+async def test_figures_are_told_while_the_loop_counts_on() -> None:
+    """`stats()` runs on any thread. A reason that the loop counts first meanwhile made the table of reasons grow under
+    it: RuntimeError, in the middle of a scrape."""
+
+    class Counted(str):
+        __slots__ = ()
+
+        def __str__(self) -> str:
+            figures.misses[Miss.LATE] += 1
+            figures.stored[Stored.FULL] += 1
+            return "counted"
+
+    async with opened(VirtualClock(), [MemoryTier(NS, VirtualClock())]) as cache:
+        figures = cache.manager.lower["g3"]
+        figures.misses[cast(Miss, Counted())] += 1
+        figures.stored[cast(Stored, Counted())] += 1
+        assert cache.stats()["g3"]["misses"]["counted"] == 1
+        assert figures.misses[Miss.LATE] and figures.stored[Stored.FULL]

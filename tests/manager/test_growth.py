@@ -136,7 +136,7 @@ def test_retained_blocks_are_kept_in_parts() -> None:
     slots = [Slot(number, tier._table) for number in numbers]
     assert len(tier.commit_all([(slot, slot.generation) for slot in slots])) == 5_000
     tier.retain(keys)
-    assert tier.retained == 5_000 and largest_dict(tier, set) <= LARGE_BYTES
+    assert len(tier.retained) == 5_000 and largest_dict(tier, set) <= LARGE_BYTES
     tier.check()
     tier.release_retained(keys)
     assert not tier.retained

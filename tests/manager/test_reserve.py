@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvtier import put as put_module
+from kvtier.errors import InvalidRequest
 from kvtier.identity.keys import tenant_of
 from kvtier.manager.work import WorkUnderWay
 from kvtier.retention.terms import Terms
 from kvtier.testing import VirtualClock, chain_of, payloads_of
+from kvtier.tiers.host.slot_table import KINDS_MAX, SlotTable
 from kvtier.times import Wall
 from tests.retention.support.requests import BLOCK, NS, opened, put, served
 
@@ -57,3 +61,46 @@ def test_a_copy_that_fails_leaves_no_slot_behind(monkeypatch: pytest.MonkeyPatch
         assert not host.filling() and len(host._free) == free
         put(cache, KEYS)
         assert served(cache, KEYS) == 6
+
+
+def test_a_reservation_that_is_interrupted_leaves_no_slot_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by Ctrl-C on the caller's thread: nobody else could store or load these blocks any more."""
+    calls, stamp_all = [], SlotTable.stamp_all
+
+    def interrupted(self: SlotTable, *arguments: Any) -> None:
+        stamp_all(self, *arguments)
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    keys = list(chain_of(NS, 40))  # two slices
+    with opened(VirtualClock(), [], blocks=64) as cache:
+        with monkeypatch.context() as patched:
+            patched.setattr(SlotTable, "stamp_all", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                cache.put(keys, payloads_of(keys, BLOCK))
+        assert not cache.manager.host.filling() and len(cache.manager.host._free) == 64
+        put(cache, keys)
+        assert served(cache, keys) == 40
+
+
+def test_a_class_of_its_own_for_each_request_costs_no_slot() -> None:
+    """A column tells 65,536 names apart: the next one failed every put, with its slots reserved."""
+    with opened(VirtualClock(), []) as cache:
+        table = cache.manager.host.index.table
+        for number in range(KINDS_MAX):
+            table.kind_of(f"made up {number}")
+        put(cache, KEYS, retention=Terms("one more", ttl=60))
+        assert served(cache, KEYS) == 6 and len(table.names) == KINDS_MAX
+
+
+def test_a_request_of_an_id_that_is_none_stores_nothing() -> None:
+    """It failed when its blocks were counted, and these stayed pinned."""
+    with opened(VirtualClock(), []) as cache:
+        wrong: Any = ["7"]
+        with pytest.raises(InvalidRequest, match="id must be a string"):
+            cache.put(KEYS, payloads_of(KEYS, BLOCK), request_id=wrong)
+        assert not cache.stats()["g2"]["pinned"] and not served(cache, KEYS)
+        for ids in ({"request_id": wrong}, {"compared_with": wrong}):
+            with pytest.raises(InvalidRequest, match="id must be a string"):
+                cache.get(KEYS, **ids)

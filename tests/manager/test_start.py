@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 import kvtier
@@ -43,3 +45,18 @@ def test_a_put_does_not_wait_for_room_that_nobody_will_make() -> None:
         before = clock.monotonic()
         assert 16 <= cache.put(keys, [payload_of(key, BLOCK) for key in keys], timeout=30) <= 20
         assert clock.monotonic() - before < 5
+
+
+@pytest.mark.parametrize("timeout", [math.inf, 1e10, 1e300])
+def test_a_caller_may_wait_without_end(timeout: float) -> None:
+    """A thread's wait takes no infinite time: every call raised OverflowError."""
+    keys, clock = chain_of(NS, 8), SystemClock()
+    payloads = [payload_of(key, BLOCK) for key in keys]
+    with kvtier.open(CONFIG, NS, clock=clock, tiers=[MemoryTier(NS, clock)]) as cache:
+        assert cache.put(keys, payloads, timeout=timeout) == 8
+        assert cache.flush(timeout).pending == 0
+        cache.evict("g2")
+        assert cache.match(keys, timeout) == 8 == cache.prewarm(keys, timeout)
+        cache.evict("g2")
+        with cache.get(keys, timeout) as hit:
+            assert [bytes(block) for block in hit.blocks] == payloads

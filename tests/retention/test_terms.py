@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -138,10 +139,19 @@ def test_bad_durations_say_what_is_expected(text: str) -> None:
         parse_duration(text)
 
 
-@pytest.mark.parametrize("bad", [{"ttl": 0}, {"ttl": -1}, {"max_age": float("nan")}, {"priority": 101}])
-def test_impossible_terms_are_refused(bad: dict[str, float]) -> None:
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"ttl": 0}, {"ttl": -1}, {"ttl": "5m"}, {"max_age": float("nan")}, {"priority": 101}, {"priority": 1.5},
+        {"ceiling": 7}, {"ceiling": None}, {"ceiling": "G3"},
+    ],
+)  # fmt: skip
+def test_impossible_terms_are_refused(bad: dict[str, Any]) -> None:
+    """Here: met when a block was stored, they left its slot reserved for good; beyond G4, it could not be read."""
     with pytest.raises(InvalidRequest, match=next(iter(bad))):
-        Terms("t", **bad)  # type: ignore[arg-type]
+        Terms("t", **bad)
+    with pytest.raises(InvalidRequest, match="named by a string"):
+        Terms(7)  # type: ignore[arg-type]
 
 
 def test_an_unknown_class_lists_the_known() -> None:

@@ -29,6 +29,13 @@ class SlotIndex(MutableMapping[BlockKey, Slot]):
         self._numbers = KeyParts()
         self.parts = self._numbers.dicts
 
+    def at(self, chain: Sequence[BlockKey], depth: int) -> Slot | None:
+        """The slot of a chain's block, as far as it was stored at this depth. A name says all that lies before a block,
+        so one that another chain has at another depth did not begin with its first block: neither's depths are the
+        other's, and none is written under a name that they give."""
+        number = self.parts[chain[depth][-1]].get(chain[depth])
+        return Slot(number, self.table) if number is not None and self.table.depths[number] == depth else None
+
     def leading(self, keys: Sequence[BlockKey], wall_s: Wall, refused: Callable[[int], bool] | None) -> list[int]:
         """The slots of the leading `keys`, up to the first that is not here, has expired at `wall_s`, or is `refused`:
         by their numbers."""

@@ -28,6 +28,9 @@ MANY = 48
 """From so many slots on NumPy's columns are quicker than one by one."""
 
 
+KINDS_MAX = 1 << 16
+"""Names of retention classes."""
+
 LOOK_S = 1.0
 """Between two looks for the first end of all blocks."""
 
@@ -112,9 +115,12 @@ class SlotTable:
         return len(self.states)
 
     def kind_of(self, name: str) -> int:
-        """The number of a retention class, known or new."""
+        """The number of a retention class, known or new; that of no name where there are more than a column can tell
+        apart: a caller may make one up for each request."""
         number = self._numbers.get(name)
         if number is None:
+            if len(self.names) >= KINDS_MAX:
+                return 0
             number = self._numbers[name] = len(self.names)
             self.names.append(name)
         return number

@@ -356,9 +356,9 @@ class HostTier:
                     self.policy.regrade(key)
 
     @property
-    def retained(self) -> int:
-        """How many blocks are retained."""
-        return len(self._retained)
+    def retained(self) -> Collection[BlockKey]:
+        """The blocks that are retained."""
+        return self._retained
 
     def find(self, key: BlockKey, wall_s: Wall = _EPOCH) -> int | None:
         """The number of a READY block's slot. A block that may not be served any more is dropped, and not found: it is

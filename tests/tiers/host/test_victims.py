@@ -193,7 +193,7 @@ def test_every_block_is_found_again_after_any_verbs(policy: str, seed: int, quot
             held.append(full.pin(keys[-1]))
         elif verb == "raise":
             tier.raise_priority(slot, priority)
-        elif verb == "retain" and tier.retained < 20:
+        elif verb == "retain" and len(tier.retained) < 20:
             tier.retain(keys)
         if number % 5 == 0:
             tier.check()
