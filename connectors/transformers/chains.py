@@ -101,14 +101,18 @@ class Chains:
         life = Lifetime.of(terms, now)
         dirty_since = self._clock.monotonic() if terms.ceiling > Depth.G1 else None
         known = self._pool.pin(chain, now)
-        self._pool.confirm(known, chain, life, dirty_since=dirty_since)
-        self._pool.free(known)
+        try:
+            self._pool.confirm(known, chain, life, dirty_since=dirty_since)
+        finally:
+            self._pool.free(known)
         first = start = max(len(known), below)
         while start < len(chain) and (count := self._traffic.make_space(len(chain) - start, wait_s)):
             slots = self._pool.allocate(count)
-            write(slots, start)
-            self._pool.confirm(slots, chain, life, first=start, dirty_since=dirty_since)
-            self._pool.free(slots)
+            try:
+                write(slots, start)
+                self._pool.confirm(slots, chain, life, first=start, dirty_since=dirty_since)
+            finally:
+                self._pool.free(slots)
             start += len(slots)
         return first, start
 

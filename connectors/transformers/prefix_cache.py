@@ -245,12 +245,17 @@ class PrefixCache:
             self._tails.check()
 
     def close(self) -> Flushed:
-        """Offload, flush, release everything. Idempotent."""
+        """Offload, flush, release everything, also where one of them is interrupted. Idempotent."""
         self._forwards.close()
-        if not self.cache.manager.closed:
-            self.flush(self._config.deadlines.close)
-        self.pool.detach()
-        return self.cache.close()
+        try:
+            if not self.cache.manager.closed:
+                self.flush(self._config.deadlines.close)
+        finally:
+            try:
+                self.pool.detach()
+            finally:
+                flushed = self.cache.close()
+        return flushed
 
     def _terms(self, retention: str | None) -> Terms:
         return resolve(retention or self._config.retention.default, self._classes)
