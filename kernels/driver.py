@@ -387,8 +387,8 @@ class CudaDriver:
             refused = [error]
         self._device_memory, self._pinned_memory = [], []
         self._kernels, self._module = {}, ctypes.c_void_p()
-        if (error := self._refusal("cuDevicePrimaryCtxRelease_v2", self._device)) is not None:
-            refused.append(error)
+        if (last := self._refusal("cuDevicePrimaryCtxRelease_v2", self._device)) is not None:
+            refused.append(last)
         if refused:
             log.warning("the device did not release all that copies used: %s (%d calls)", refused[0], len(refused))
 

@@ -30,6 +30,11 @@ class TokenHistory:
         self._doubts: dict[str, torch.Tensor] = {}  # reason → whether it applies; on the device
         self._under_way = False
 
+    @property
+    def length(self) -> int:
+        """Tokens in the passes so far, less those that were taken back."""
+        return self._length
+
     def spoil(self, reason: str) -> None:
         """The KV is not that of the tokens; the first reason is told."""
         self._problem = self._problem or reason
@@ -55,11 +60,10 @@ class TokenHistory:
         import torch
 
         mask, places = named.get("attention_mask"), named.get("position_ids")
-        if isinstance(mask, torch.Tensor):
-            if mask.ndim == 2:
-                self._doubt(_MASKED, ~mask.bool().all())
-            else:
-                self.spoil("a pass over it had an attention mask of its own form")
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+            self._doubt(_MASKED, ~mask.bool().all())
+        elif mask is not None:
+            self.spoil("a pass over it had an attention mask of its own form")
         if isinstance(places, torch.Tensor):
             own = torch.arange(length, length + tokens, device=places.device)
             self._doubt(_MOVED, (places != own).any() if places.shape[-1] == tokens else own.new_ones(()).bool())
