@@ -94,9 +94,11 @@ class Chains:
         write: Callable[[Sequence[int], int], None],
         below: int = 0,
     ) -> tuple[int, int]:
-        """Confirm the blocks of `chain` in G1: those that it lacks after `write(slots, depth of the first)`. Blocks
-        before `below` are in a lower tier. Where no slot can be had without a loss, waits for the tiers below up to
-        `wait_s`. Returns the depth of the first new block, and that behind the last one."""
+        """Confirm the blocks of `chain` in G1: those that it lacks after `write(slots, depth of the first)`, which is
+        called without gradients. Blocks before `below` are in a lower tier. Where no slot can be had without a loss,
+        waits for the tiers below up to `wait_s`. Returns the depth of the first new block, and that behind the last."""
+        import torch
+
         now = self._clock.wall()
         life = Lifetime.of(terms, now)
         dirty_since = self._clock.monotonic() if terms.ceiling > Depth.G1 else None
@@ -109,7 +111,8 @@ class Chains:
         while start < len(chain) and (count := self._traffic.make_space(len(chain) - start, wait_s)):
             slots = self._pool.allocate(count)
             try:
-                write(slots, start)
+                with torch.no_grad():  # the pool would keep what the passes computed for them
+                    write(slots, start)
                 self._pool.confirm(slots, chain, life, first=start, dirty_since=dirty_since)
             finally:
                 self._pool.free(slots)

@@ -240,12 +240,12 @@ def _tensor(cache: Any, group: BoundaryGroup, form: Form, boundary: int) -> torc
     if not form.of_tokens:
         kept = layer.conv_states if form.part == "conv" else layer.recurrent_states
         state = kept[form.place]
-        return None if state is None else state.clone()
+        return None if state is None else state.detach().clone()
     tensor = getattr(layer, form.part)
     tokens = group.tokens(boundary)
     if tensor is None or layer.cumulative_length != boundary or tensor.shape[2] < tokens:
         return None
-    window = tensor[:, :, tensor.shape[2] - tokens :]
+    window = tensor[:, :, tensor.shape[2] - tokens :].detach()
     # A pass over many tokens leaves a view of the keys of all of them, which the next pass lets go of.
     return window.clone() if window.untyped_storage().nbytes() > 2 * window.nbytes else window
 

@@ -107,7 +107,11 @@ class PrefixCache:
         self._kv = self.pool.typed(self.shape.dtype, self.shape.block(block_tokens))
         near = [cpus_near(self.pool.rows.device)]
         self.cache = byte_cache.open(config, self.namespace, clock=self.clock, tiers=tiers, near=near)
-        self.pool.attach(self.cache.manager.host.arena, offload.copy_by, cache_folder())
+        try:
+            self.pool.attach(self.cache.manager.host.arena, offload.copy_by, cache_folder())
+        except BaseException:
+            self.cache.close()
+            raise
         self.pool.on_lost = partial(self.cache.manager.lost, why=Miss.SPILL_LOST)
         self._purges = Purges()
         self._follow_purges()

@@ -63,7 +63,8 @@ class DevicePool(BlockPool):
 
         self.block_bytes = block_bytes
         try:
-            self.rows: torch.Tensor = torch.empty((blocks, block_bytes), dtype=torch.uint8, device=device)
+            with torch.inference_mode(False):  # whatever mode the caller is in: the rows are written to in any
+                self.rows: torch.Tensor = torch.empty((blocks, block_bytes), dtype=torch.uint8, device=device)
         except (RuntimeError, MemoryError) as error:  # torch has no narrower type for a failed allocation on the CPU
             raise CapacityError(f"g1: {blocks} blocks of {block_bytes} bytes do not fit on {device}: {error}") from None
         super().__init__(blocks, horizon=horizon, dirty_max_age_s=dirty_max_age_s)
@@ -102,12 +103,15 @@ class DevicePool(BlockPool):
 
         Raises InvalidRequest unless `shape` of `dtype` is exactly a block.
         """
+        import torch
+
         wanted = dtype.itemsize
         for size in shape:
             wanted *= size
         if wanted != self.block_bytes:
             raise InvalidRequest(f"{dtype} {tuple(shape)} has {wanted} bytes, a block {self.block_bytes}")
-        return self.rows.view(dtype).view(self.blocks, *shape)
+        with torch.inference_mode(False):
+            return self.rows.view(dtype).view(self.blocks, *shape)
 
     def attach(self, arena: Arena, copy_by: str = "auto", calibration: Path | None = None) -> None:
         """Copy to and from the slots of this open arena from now on, until `detach`. Page-locks it for a GPU, and

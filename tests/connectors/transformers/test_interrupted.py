@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvtier import cache as byte_cache
 from kvtier.connectors.transformers import PrefixCache
 from kvtier.errors import TierError
 from kvtier.kernels.copy import Lane
@@ -140,6 +141,23 @@ def test_a_block_that_cannot_be_written_gives_its_slot_back(
                 prefixes.store(output, cache, attention_mask=torch.ones_like(output))
         assert nothing_is_taken(prefixes) and prefixes.pool.resident == 0
         assert prefixes.store(output, cache, attention_mask=torch.ones_like(output)) == 7
+
+
+def test_a_cache_that_cannot_be_opened_leaves_none_open(
+    config: Any, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process could not open its G3 for itself again, and kept G2's memory."""
+    opened: list[Any] = []
+    own = byte_cache.open
+
+    def attach(*_: object) -> None:
+        raise TierError("g1", "open", "no libcuda")
+
+    monkeypatch.setattr(byte_cache, "open", lambda *args, **named: opened.append(own(*args, **named)) or opened[-1])
+    monkeypatch.setattr(DevicePool, "attach", attach)
+    with pytest.raises(TierError, match="no libcuda"):
+        PrefixCache(config(), model)
+    assert opened[0].manager.closed
 
 
 def test_a_close_that_is_interrupted_releases_everything(
