@@ -117,8 +117,9 @@ class TestRefused:
             ({"position_ids": torch.arange(7, 47)[None]}, "positions"),
             ({"attention_mask": torch.tensor([[0] * 3 + [1] * 37])}, "padding"),
             ({"attention_mask": torch.zeros((1, 1, 40, 40))}, "attention mask"),
+            ({"is_causal": False}, "is_causal"),
         ],
-        ids=["positions", "mask", "a mask of its own"],
+        ids=["positions", "mask", "a mask of its own", "attention to later tokens"],
     )
     def test_what_a_pass_was_told(self, config: Any, model: Any, options: dict[str, Any], reason: str) -> None:
         ids = prompt(40)
@@ -144,6 +145,16 @@ class TestRefused:
             with torch.no_grad():
                 model(ids, *arguments, past_key_values=cache)
             refused(prefixes, ids, cache, reason)
+
+    @pytest.mark.parametrize("make", [llama, gemma3])
+    def test_a_mask_of_the_new_tokens_alone(self, config: Any, make: Callable[..., Any]) -> None:
+        """The library takes it for that of the first tokens, and masks the others."""
+        model, ids = make(), prompt(64)
+        with PrefixCache(config(g1=200), model, tiers=[]) as prefixes:
+            cache, _ = prefixes.fetch(ids, advance=False)
+            for part in ids.split(32, dim=1):
+                forward(model, cache, part, attention_mask=torch.ones_like(part))
+            refused(prefixes, ids, cache, "for fewer tokens than there were")
 
     def test_masks_by_kind_of_layer(self, config: Any) -> None:
         model, ids = gemma3(), prompt(32)
