@@ -1,7 +1,8 @@
-"""What a model computes with beside the tokens: its weights, its adapters and autocast, as when it was opened.
+"""What a model computes with beside the tokens: its weights, adapters, attention and autocast, as when it was opened.
 
 All of it is in the namespace, or follows from it, and can be changed in place while a cache is open: by a step of
-training, by PEFT's `set_adapter` and `disable_adapter`, by `torch.autocast`. KV from before is not KV from behind.
+training, by PEFT's `set_adapter` and `disable_adapter`, by `set_attn_implementation`, by `torch.autocast`. KV from
+before is not KV from behind.
 """
 
 from __future__ import annotations
@@ -42,12 +43,15 @@ class Settled:
     def __init__(self, model: Any) -> None:
         self._model, self._adapters = model, ModelAdapters(model)
         self._were, self._precision = self._adapters.now(), precision(model)
+        self._attention = _attention_of(model)
         self._versions = [(weakref.ref(tensor), tensor._version) for tensor in _counted(model)]
 
     def change(self) -> str:
         """What is different for a pass now, but for the weights; "" if nothing is."""
         if precision(self._model) != self._precision:
             return "under another autocast than the model was opened with"
+        if _attention_of(self._model) != self._attention:
+            return "with another attention implementation than the model was opened with"
         if self._adapters.now() != self._were:
             return "with other adapters than the model was opened with"
         return ""
@@ -67,6 +71,10 @@ def precision(model: Any) -> Any:
 
 _PARTS = ("merged", "active_adapters", "scaling")
 """What PEFT's layers say of themselves."""
+
+
+def _attention_of(model: Any) -> Any:
+    return getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
 
 
 def _adapted(model: Any) -> bool:

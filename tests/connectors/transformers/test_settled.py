@@ -32,6 +32,13 @@ def another_adapter(model: Any) -> Any:
     model.active_adapters = ["a"]
 
 
+@contextmanager
+def another_attention(model: Any) -> Any:
+    model.set_attn_implementation("eager")
+    yield
+    model.set_attn_implementation("sdpa")
+
+
 def adapted() -> Any:
     model = llama()
     model.peft_config, model.active_adapters = {"a": None, "b": None}, ["a"]
@@ -39,8 +46,10 @@ def adapted() -> Any:
     return model
 
 
-@pytest.mark.parametrize("changed", [adapters_off, another_adapter])
-def test_adapters_that_are_switched(config: Any, changed: Callable[[Any], AbstractContextManager[None]]) -> None:
+@pytest.mark.parametrize("changed", [adapters_off, another_adapter, another_attention])
+def test_adapters_and_attention_that_are_switched(
+    config: Any, changed: Callable[[Any], AbstractContextManager[None]]
+) -> None:
     model, ids = adapted(), prompt(40)
     with PrefixCache(config(), model, tiers=[]) as prefixes:
         for inside, kept in ((nullcontext(), True), (changed(model), False), (nullcontext(), True)):
@@ -51,7 +60,9 @@ def test_adapters_that_are_switched(config: Any, changed: Callable[[Any], Abstra
             if kept:
                 prefixes.store(output, cache, attention_mask=ones)
             else:
-                with pytest.raises(kvtier.InvalidRequest, match="a pass over it ran with other adapters"):
+                with pytest.raises(
+                    kvtier.InvalidRequest, match=r"a pass over it ran with (other adapters|another att)"
+                ):
                     prefixes.store(output, cache, attention_mask=ones)
         with changed(model), pytest.raises(kvtier.InvalidRequest, match="open another PrefixCache"):
             prefixes.fetch(ids)
