@@ -33,6 +33,11 @@ class Chains:
     def __init__(self, pool: DevicePool, cache: Cache, traffic: Traffic, clock: Clock) -> None:
         self._pool, self._cache, self._traffic, self._clock = pool, cache, traffic, clock
 
+    @property
+    def proven(self) -> bool:
+        """Whether blocks may be served: not under `security.purge: strict`, while it is not known what was purged."""
+        return not self._cache.manager.hierarchy.unproven
+
     def read(
         self, chain: Sequence[BlockKey], timeout: float | None, *, counted: bool = True
     ) -> tuple[torch.Tensor, list[str]]:
@@ -41,7 +46,7 @@ class Chains:
         the cache's accounts."""
         import torch
 
-        slots = self._pool.pin(chain, self._clock.wall())
+        slots = self._pool.pin(chain, self._clock.wall()) if self.proven else []
         tiers = ["g1"] * len(slots)
         parts: list[list[int] | torch.Tensor] = [list(slots)]  # slots, or rows that G1 has no slot for; in order
         try:

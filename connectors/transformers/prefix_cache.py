@@ -158,7 +158,7 @@ class PrefixCache:
             found = self._boundaries.find(chain, timeout)
         cache, hit = self._cache_of(found), len(found.tiers) * self.block_tokens
         self._account(found, len(tokens))
-        if self._tails is not None:
+        if self._tails is not None and self._chains.proven:
             parent = chain[len(found.tiers) - 1] if found.tiers else root
             hit += self._add_tail(self._tails, cache, parent, tokens[hit:-1])
         self._fetched[cache] = _Fetched(len(found.tiers), root)
