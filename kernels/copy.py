@@ -38,6 +38,9 @@ __all__ = ["MIB", "Ack", "CopyEngine", "Event", "Lane", "CopyLimits", "Moves", "
 _LIMITS = CopyLimits()
 _LOADS_FIRST = (Lane.EXPEDITED, Lane.LOAD, Lane.STORE)
 
+_UNENDED: list[CopyEngine] = []
+"""Engines that were closed with a copy in flight: their memory, on both sides, is the copy's until the process ends."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stats:
@@ -226,6 +229,8 @@ class CopyEngine:
         clean = self.wait(list(self._jobs), timeout_s)
         if clean:
             self._mover.close()
+        elif self not in _UNENDED:
+            _UNENDED.append(self)
         return clean
 
     def stats(self) -> Stats:

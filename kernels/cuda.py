@@ -101,11 +101,13 @@ class CudaMover:
         return _Mark(self._record(), self._driver, self._events)
 
     def _record(self) -> int:
-        event = self._events.take()
+        event = 0
         try:
+            event = self._events.take()
             self._driver.record(event, self._driver.current_stream())
         except DeviceError as error:
-            self._events.give(event)
+            if event:
+                self._events.give(event)
             raise TierError("g1", "record event", str(error)) from error
         return event
 

@@ -97,7 +97,8 @@ class Driver(Protocol):
     def unregister(self, address: int) -> None: ...
 
     def close(self, streams: Sequence[int], events: Sequence[int]) -> None:
-        """Release these and all memory. Only when nothing enqueued is pending."""
+        """Release these and all memory; what the device refuses to release stays until the process ends, with a
+        warning. Only when nothing enqueued is pending."""
 
 
 class _Current(AbstractContextManager[None]):
@@ -374,25 +375,34 @@ class CudaDriver:
         return text.value.decode("ascii").lower()
 
     def close(self, streams: Sequence[int], events: Sequence[int]) -> None:
-        with self.current:
-            for stream in streams:
-                self._call("cuStreamDestroy_v2", stream)
-            for event in events:
-                self._call("cuEventDestroy_v2", event)
-            for address in self._device_memory:
-                self._call("cuMemFree_v2", address)
-            for address in self._pinned_memory:
-                self._call("cuMemFreeHost", address)
-            if self._module:
-                self._call("cuModuleUnload", self._module)
+        calls: list[tuple[str, Any]] = [("cuStreamDestroy_v2", stream) for stream in streams]
+        calls += [("cuEventDestroy_v2", event) for event in events]
+        calls += [("cuMemFree_v2", address) for address in self._device_memory]
+        calls += [("cuMemFreeHost", address) for address in self._pinned_memory]
+        calls += [("cuModuleUnload", self._module)] if self._module else []
+        try:
+            with self.current:
+                refused = [error for name, what in calls if (error := self._refusal(name, what)) is not None]
+        except DeviceError as error:  # not even the context is had
+            refused = [error]
         self._device_memory, self._pinned_memory = [], []
         self._kernels, self._module = {}, ctypes.c_void_p()
-        self._call("cuDevicePrimaryCtxRelease_v2", self._device)
+        if (last := self._refusal("cuDevicePrimaryCtxRelease_v2", self._device)) is not None:
+            refused.append(last)
+        if refused:
+            log.warning("the device did not release all that copies used: %s (%d calls)", refused[0], len(refused))
 
     def _call(self, name: str, *args: Any) -> None:
         code = getattr(self._lib, name)(*args)
         if code != SUCCESS:
             raise DeviceError(name, code)
+
+    def _refusal(self, name: str, *args: Any) -> DeviceError | None:
+        try:
+            self._call(name, *args)
+        except DeviceError as error:
+            return error
+        return None
 
     def _find_batch(self) -> Any:
         address, status = ctypes.c_void_p(), ctypes.c_int()

@@ -155,7 +155,12 @@ class Pump:
             log.debug("a copy is refused: %s", self.failure or "not open yet")
             self._acknowledge([Ack(ticket, lane, moves, Outcome.REFUSED, last=True)])
             return ticket
-        gate = engine.gate(after)
+        try:
+            gate = engine.gate(after)
+        except KVTierError as error:
+            log.warning("a copy of %d blocks is refused: %s", len(moves), error)
+            self._acknowledge([Ack(ticket, lane, moves, Outcome.REFUSED, last=True)])
+            return ticket
         with self._changed:
             self._under_way[ticket] = _UnderWay()
         self._post(partial(self._begin, ticket, lane, moves, gate))

@@ -33,6 +33,11 @@ class Chains:
     def __init__(self, pool: DevicePool, cache: Cache, traffic: Traffic, clock: Clock) -> None:
         self._pool, self._cache, self._traffic, self._clock = pool, cache, traffic, clock
 
+    @property
+    def proven(self) -> bool:
+        """Whether blocks may be served: not under `security.purge: strict`, while it is not known what was purged."""
+        return not self._cache.manager.hierarchy.unproven
+
     def read(
         self, chain: Sequence[BlockKey], timeout: float | None, *, counted: bool = True
     ) -> tuple[torch.Tensor, list[str]]:
@@ -41,7 +46,7 @@ class Chains:
         the cache's accounts."""
         import torch
 
-        slots = self._pool.pin(chain, self._clock.wall())
+        slots = self._pool.pin(chain, self._clock.wall()) if self.proven else []
         tiers = ["g1"] * len(slots)
         parts: list[list[int] | torch.Tensor] = [list(slots)]  # slots, or rows that G1 has no slot for; in order
         try:
@@ -94,21 +99,28 @@ class Chains:
         write: Callable[[Sequence[int], int], None],
         below: int = 0,
     ) -> tuple[int, int]:
-        """Confirm the blocks of `chain` in G1: those that it lacks after `write(slots, depth of the first)`. Blocks
-        before `below` are in a lower tier. Where no slot can be had without a loss, waits for the tiers below up to
-        `wait_s`. Returns the depth of the first new block, and that behind the last one."""
+        """Confirm the blocks of `chain` in G1: those that it lacks after `write(slots, depth of the first)`, which is
+        called without gradients. Blocks before `below` are in a lower tier. Where no slot can be had without a loss,
+        waits for the tiers below up to `wait_s`. Returns the depth of the first new block, and that behind the last."""
+        import torch
+
         now = self._clock.wall()
         life = Lifetime.of(terms, now)
         dirty_since = self._clock.monotonic() if terms.ceiling > Depth.G1 else None
         known = self._pool.pin(chain, now)
-        self._pool.confirm(known, chain, life, dirty_since=dirty_since)
-        self._pool.free(known)
+        try:
+            self._pool.confirm(known, chain, life, dirty_since=dirty_since)
+        finally:
+            self._pool.free(known)
         first = start = max(len(known), below)
         while start < len(chain) and (count := self._traffic.make_space(len(chain) - start, wait_s)):
             slots = self._pool.allocate(count)
-            write(slots, start)
-            self._pool.confirm(slots, chain, life, first=start, dirty_since=dirty_since)
-            self._pool.free(slots)
+            try:
+                with torch.no_grad():  # the pool would keep what the passes computed for them
+                    write(slots, start)
+                self._pool.confirm(slots, chain, life, first=start, dirty_since=dirty_since)
+            finally:
+                self._pool.free(slots)
             start += len(slots)
         return first, start
 

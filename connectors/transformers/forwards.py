@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtier.connectors.transformers.groups import LayerGroups
 from kvtier.connectors.transformers.history import TokenHistory
+from kvtier.connectors.transformers.settled import Settled
 
 if TYPE_CHECKING:
     import torch
@@ -49,12 +50,17 @@ class Forwards:
     """See the module. `counts` are the blocks of the groups beside the full one at a boundary."""
 
     def __init__(
-        self, model: Any, groups: LayerGroups, block_tokens: int, counts: Callable[[int], Sequence[int]]
+        self,
+        model: Any,
+        groups: LayerGroups,
+        block_tokens: int,
+        counts: Callable[[int], Sequence[int]],
+        settled: Settled,
     ) -> None:
         self._model, self._groups, self._block_tokens, self._counts = model, groups, block_tokens, counts
         self._followed: weakref.WeakKeyDictionary[Any, _Followed] = weakref.WeakKeyDictionary()
         self._last_only = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._precision = _precision(model)
+        self._settled = settled
         decoder, outer = model.get_decoder(), getattr(model, "get_base_model", lambda: model)()
         self._hooks = [
             decoder.register_forward_pre_hook(self._hook("_begins"), with_kwargs=True),
@@ -69,9 +75,9 @@ class Forwards:
         """A hook that calls a method of this object, which it does not keep alive."""
         me = weakref.ref(self)
 
-        def hook(_module: Any, args: tuple[Any, ...], named: dict[str, Any], *_output: Any) -> None:
+        def hook(module: Any, args: tuple[Any, ...], named: dict[str, Any], *_output: Any) -> None:
             if (forwards := me()) is not None:
-                forwards._guarded(look, args, named)
+                forwards._guarded(look, _by_name(module, args, named) if args else named)
 
         return hook
 
@@ -140,13 +146,13 @@ class Forwards:
 
     # --- passes ------------------------------------------------------------------------------------------------
 
-    def _guarded(self, look: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _guarded(self, look: str, named: dict[str, Any]) -> None:
         cache = named.get("past_key_values")
         followed = None if cache is None else self._followed.get(cache)
         if followed is None:
             return
         try:
-            getattr(self, look)(followed, cache, named.get("input_ids", args[0] if args else None), named)
+            getattr(self, look)(followed, cache, named.get("input_ids"), named)
         except Exception:
             log.exception("kvtier: a forward pass was not followed; what it left is not kept")
             if look == "_take":
@@ -162,6 +168,7 @@ class Forwards:
     def _begins(self, followed: _Followed, cache: Any, ids: torch.Tensor | None, named: dict[str, Any]) -> None:
         """A pass begins where the cache ends: whatever was taken beyond is of tokens that were taken back."""
         length, history = cache.get_seq_length(), followed.history
+        self._look_at_layers(followed, cache, length)
         for tokens in [tokens for tokens in followed.taken if tokens > length]:
             del followed.taken[tokens]
         asked, followed.asked = followed.asked, None
@@ -170,11 +177,18 @@ class Forwards:
             history.looks(length, ids.shape[-1], named)
         if self._model.training:
             history.spoil("the model was in training mode: call its eval() first")
-        if _precision(self._model) != self._precision:
-            history.spoil("a pass over it ran under another autocast than the model was opened with")
+        if change := self._settled.change():
+            history.spoil(f"a pass over it ran {change}")
 
     def _ended(self, followed: _Followed, cache: Any, _ids: torch.Tensor | None, _named: dict[str, Any]) -> None:
-        followed.history.ended(cache.get_seq_length())
+        length = cache.get_seq_length()
+        self._look_at_layers(followed, cache, length)
+        followed.history.ended(length)
+
+    def _look_at_layers(self, followed: _Followed, cache: Any, length: int) -> None:
+        """Tokens may have been taken back from some layers only: a state, and a full window, cannot be cropped."""
+        if self._groups.beside and not self._groups.hold(cache, length, length < followed.history.length):
+            followed.history.spoil("tokens were taken back from it, and some of its layers still have them")
 
     def _take(self, followed: _Followed, cache: Any, _ids: torch.Tensor | None, _named: dict[str, Any]) -> None:
         """Take the boundary where a pass has ended, and leave the one before it, unless that is kept."""
@@ -193,9 +207,6 @@ class Forwards:
         followed.taken[tokens], followed.passing = taken, tokens
 
 
-def _precision(model: Any) -> Any:
-    """The autocast that holds now, for the model's device."""
-    import torch
-
-    kind = model.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+def _by_name(module: Any, args: Sequence[Any], named: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of a pass by their names, however they were given."""
+    return dict(zip(inspect.signature(module.forward).parameters, args, strict=False)) | named

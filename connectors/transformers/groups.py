@@ -110,6 +110,15 @@ class LayerGroups:
         """Blocks of each group beside the full one at a boundary."""
         return [-(-group.bytes_at(boundary) // block_bytes) for group in self.beside]
 
+    def hold(self, cache: Any, length: int, taken_back: bool) -> bool:
+        """Whether all layers hold the first `length` tokens, and nothing of those that were `taken_back`, if any were:
+        layers that are cropped one by one may hold others, and a state those behind."""
+        counting = {*self.full, *(form.layer for group in self.beside for form in group.forms if form.of_tokens)}
+        states = {form.layer for group in self.beside for form in group.forms if not form.of_tokens}
+        return all(cache.layers[index].get_seq_length() == length for index in counting) and not (
+            taken_back and any(_remembers(cache.layers[index]) for index in states)
+        )
+
     def take(self, cache: Any, boundary: int) -> list[list[torch.Tensor]] | None:
         """Each group's tensors in a cache that holds so many tokens; None where one has another form, so that the
         boundary cannot be kept. Windows may be views, which the library never writes to; states are copies."""
@@ -217,17 +226,26 @@ def _states(index: int, layer: Any) -> list[Form]:
     return forms
 
 
+def _remembers(layer: Any) -> bool:
+    """Whether its states still have tokens that were taken back: but one of a convolution that records its past is
+    cropped."""
+    return any(
+        filled and (layer.recurrent_states[place] is not None or not layer.record_past)
+        for place, filled in layer.has_previous_state.items()
+    )
+
+
 def _tensor(cache: Any, group: BoundaryGroup, form: Form, boundary: int) -> torch.Tensor | None:
     layer = cache.layers[form.layer]
     if not form.of_tokens:
         kept = layer.conv_states if form.part == "conv" else layer.recurrent_states
         state = kept[form.place]
-        return None if state is None else state.clone()
+        return None if state is None else state.detach().clone()
     tensor = getattr(layer, form.part)
     tokens = group.tokens(boundary)
     if tensor is None or layer.cumulative_length != boundary or tensor.shape[2] < tokens:
         return None
-    window = tensor[:, :, tensor.shape[2] - tokens :]
+    window = tensor[:, :, tensor.shape[2] - tokens :].detach()
     # A pass over many tokens leaves a view of the keys of all of them, which the next pass lets go of.
     return window.clone() if window.untyped_storage().nbytes() > 2 * window.nbytes else window
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import torch
 
 _MASKED = "a pass over it masked tokens as padding"
+_SHORT = "a pass over it had an attention mask for fewer tokens than there were, and the latest were masked"
+_ATTENTION = ("is_causal", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _MOVED = "a pass over it gave tokens other positions than their own"
 
 
@@ -29,6 +31,11 @@ class TokenHistory:
         self._problem = ""
         self._doubts: dict[str, torch.Tensor] = {}  # reason → whether it applies; on the device
         self._under_way = False
+
+    @property
+    def length(self) -> int:
+        """Tokens in the passes so far, less those that were taken back."""
+        return self._length
 
     def spoil(self, reason: str) -> None:
         """The KV is not that of the tokens; the first reason is told."""
@@ -55,11 +62,15 @@ class TokenHistory:
         import torch
 
         mask, places = named.get("attention_mask"), named.get("position_ids")
-        if isinstance(mask, torch.Tensor):
-            if mask.ndim == 2:
-                self._doubt(_MASKED, ~mask.bool().all())
-            else:
-                self.spoil("a pass over it had an attention mask of its own form")
+        if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+            self._doubt(_MASKED, ~mask.bool().all())
+            if mask.shape[-1] < length + tokens:
+                self.spoil(_SHORT)
+        elif mask is not None:
+            self.spoil("a pass over it had an attention mask of its own form")
+        for name in _ATTENTION:
+            if named.get(name) is not None and named[name] is not True:
+                self.spoil(f"a pass over it was told by `{name}` which tokens attend to which")
         if isinstance(places, torch.Tensor):
             own = torch.arange(length, length + tokens, device=places.device)
             self._doubt(_MOVED, (places != own).any() if places.shape[-1] == tokens else own.new_ones(()).bool())

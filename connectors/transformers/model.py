@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvtier.connectors.configuration import CHECKPOINT_NEUTRAL, canonical, described
 from kvtier.connectors.identity import rope_problem
 from kvtier.connectors.transformers.groups import LayerGroups, groups_of
+from kvtier.connectors.transformers.settled import ModelAdapters
 from kvtier.errors import IdentityError, InvalidRequest
 from kvtier.identity.namespace import Namespace
 
@@ -34,13 +35,14 @@ _NEUTRAL = tuple(f"model.*{name}" for name in (*CHECKPOINT_NEUTRAL, "dtype", "ar
 @dataclass(frozen=True, slots=True)
 class KVShape:
     """The KV of one token in the layers of full attention, and the groups beside them: found by running the model, not
-    read from its configuration."""
+    read from its configuration. `device` has all of it."""
 
     layers: int
     kv_heads: int
     head_size: int
     dtype: torch.dtype
     groups: LayerGroups = field(default_factory=LayerGroups)
+    device: torch.device | None = None
 
     def block(self, tokens: int) -> tuple[int, int, int, int, int]:
         """Shape of a block of `tokens` tokens in the order of LAYOUT."""
@@ -85,7 +87,14 @@ def probe(model: Any) -> KVShape:
     if len(found) != 1:
         raise InvalidRequest(f"layers differ in the shape of their keys and values: {sorted(map(str, found))}")
     ((shape, dtype),) = found
-    return KVShape(len(full), shape[1], shape[3], dtype, groups)
+    tensors = [t for layer in full for t in (layer.keys, layer.values)]
+    tensors += [t for group in groups.take(cache, _PROBED_TOKENS) or () for t in group]
+    if len(devices := {t.device for t in tensors}) != 1:
+        raise InvalidRequest(
+            f"the layers of this model lie on several devices ({', '.join(sorted(map(str, devices)))}), and its KV is "
+            "kept on one; put the model on one device, or run it without kvtier"
+        )
+    return KVShape(len(full), shape[1], shape[3], dtype, groups, *devices)
 
 
 def media_ids(model: Any) -> dict[int, str]:
@@ -136,23 +145,16 @@ def weights_of(model: Any, mode: Literal["auto", "full"] = "auto") -> str:
     """Name the live weights: "live:" + SHA-256 over every parameter's name, type and bytes.
 
     Above 256 MiB of parameters, "live-s1:" and 64 KiB of each at an offset drawn from its name, which sees any
-    training, since that moves every parameter; mode "full" reads all. Adapters that are attached count.
+    training, since that moves every parameter; mode "full" reads all. Adapters that are attached count, and what
+    they do now.
     """
     state = sorted(model.state_dict().items())
     whole = mode == "full" or sum(t.numel() * t.element_size() for _, t in state) <= _WHOLE_MODEL_BYTES
     digest = hashlib.sha256(b"kvtier-live-weights-1")
-    for part in _parts(canonical(_active_adapters(model)).encode(), state, whole):
+    for part in _parts(canonical(ModelAdapters(model).now()).encode(), state, whole):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return ("live:" if whole else "live-s1:") + digest.hexdigest()
-
-
-def _active_adapters(model: Any) -> Any:
-    """Which of the attached adapters compute: a method of transformers' models, a property of PEFT's."""
-    if not (getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config")):
-        return []
-    active = getattr(model, "active_adapters", [])
-    return active() if callable(active) else active
 
 
 def _parts(about: bytes, state: list[tuple[str, torch.Tensor]], whole: bool) -> Iterator[bytes | memoryview]:

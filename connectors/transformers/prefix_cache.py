@@ -29,11 +29,13 @@ from kvtier import cache as byte_cache
 from kvtier.clock import Clock, SystemClock
 from kvtier.config import Config, cache_folder
 from kvtier.connectors.counters import tokens_by_tier
+from kvtier.connectors.purges import Purges
 from kvtier.connectors.transformers.boundaries import Boundaries, Found
 from kvtier.connectors.transformers.chains import Chains
 from kvtier.connectors.transformers.forwards import Forwards
 from kvtier.connectors.transformers.groups import full_layers
 from kvtier.connectors.transformers.model import media_ids, namespace_of, probe
+from kvtier.connectors.transformers.settled import Settled
 from kvtier.connectors.transformers.traffic import Traffic
 from kvtier.errors import InvalidRequest
 from kvtier.identity.hashing import chain_hashes, chain_root
@@ -84,6 +86,7 @@ class PrefixCache:
         self.model = model
         self.block_tokens = block_tokens
         self.shape = probe(model)
+        self._settled = Settled(model)
         self.namespace = namespace_of(model, self.shape, block_tokens, name=name, weights=weights, mode=config.weights)
         self.served: Counter[str] = Counter()  # prompt tokens: by the tier that had them, and "recomputed"
         self.groups_served: dict[str, Counter[str]] = {}  # blocks by tier, of "full" and each group beside it
@@ -97,20 +100,26 @@ class PrefixCache:
         self.pool = DevicePool(
             blocks,
             self.namespace.block_bytes,
-            device=model.device,
+            device=self.shape.device,
             horizon=int(blocks * _SPILL_AHEAD_FRACTION) if offload.spill_ahead == "auto" else offload.spill_ahead,
             dirty_max_age_s=0.0 if offload.mode == "eager" else offload.dirty_max_age,
         )
         self._kv = self.pool.typed(self.shape.dtype, self.shape.block(block_tokens))
         near = [cpus_near(self.pool.rows.device)]
         self.cache = byte_cache.open(config, self.namespace, clock=self.clock, tiers=tiers, near=near)
-        self.pool.attach(self.cache.manager.host.arena, offload.copy_by, cache_folder())
+        try:
+            self.pool.attach(self.cache.manager.host.arena, offload.copy_by, cache_folder())
+        except BaseException:
+            self.cache.close()
+            raise
         self.pool.on_lost = partial(self.cache.manager.lost, why=Miss.SPILL_LOST)
+        self._purges = Purges()
+        self._follow_purges()
         self._traffic = Traffic(self.pool, self.cache, self.clock)
         self._chains = Chains(self.pool, self.cache, self._traffic, self.clock)
         groups = self.shape.groups
         self._boundaries = Boundaries(groups, block_tokens, self.pool, self.cache, self._chains, self.clock)
-        self._forwards = Forwards(model, groups, block_tokens, self._boundaries.counts)
+        self._forwards = Forwards(model, groups, block_tokens, self._boundaries.counts, self._settled)
 
     def __enter__(self) -> PrefixCache:
         return self
@@ -149,7 +158,7 @@ class PrefixCache:
             found = self._boundaries.find(chain, timeout)
         cache, hit = self._cache_of(found), len(found.tiers) * self.block_tokens
         self._account(found, len(tokens))
-        if self._tails is not None:
+        if self._tails is not None and self._chains.proven:
             parent = chain[len(found.tiers) - 1] if found.tiers else root
             hit += self._add_tail(self._tails, cache, parent, tokens[hit:-1])
         self._fetched[cache] = _Fetched(len(found.tiers), root)
@@ -215,21 +224,35 @@ class PrefixCache:
 
         `store` ends with one; call it when idle, too. Never waits. Returns how many blocks were copied.
         """
+        self._follow_purges()
         return self._traffic.step()
 
     def flush(self, timeout: float | None = None) -> Flushed:
         """Offload everything that is dirty, then wait until it is as deep as it may go, or the timeout is over."""
+        self._follow_purges()
         return self._traffic.flush(self._config.deadlines.flush if timeout is None else timeout)
 
     # --- the rest ----------------------------------------------------------------------------------------------
 
     def purge(self, salt: str | bytes | None = None) -> int:
         """Drop every block of a salt (None: of requests without one) from every tier and replica, for good."""
-        tenant = Scope(self._scope(salt, None)[:TENANT_BYTES])  # whatever class they were isolated in
-        self.pool.purge(tenant)
-        if self._tails is not None:
-            self._tails.purge(tenant)
-        return self.cache.purge(salt)
+        tenant = self._scope(salt, None)
+        self._forget({tenant})
+        try:
+            return self.cache.purge(salt)
+        finally:
+            self._follow_purges()
+
+    def _follow_purges(self) -> None:
+        """Drop what G1 has of tenants that were purged elsewhere, before anything of it is served or stored."""
+        self._purges.take_to(self._forget, self.cache.manager)
+
+    def _forget(self, tenants: set[Scope]) -> None:
+        for tenant in tenants:
+            prefix = Scope(tenant[:TENANT_BYTES])  # whatever class its requests were isolated in
+            self.pool.purge(prefix)
+            if self._tails is not None:
+                self._tails.purge(prefix)
 
     def stats(self) -> dict[str, Any]:
         """The cache's statistics, with `g1` and the prompt tokens served by tier."""
@@ -245,12 +268,17 @@ class PrefixCache:
             self._tails.check()
 
     def close(self) -> Flushed:
-        """Offload, flush, release everything. Idempotent."""
+        """Offload, flush, release everything, also where one of them is interrupted. Idempotent."""
         self._forwards.close()
-        if not self.cache.manager.closed:
-            self.flush(self._config.deadlines.close)
-        self.pool.detach()
-        return self.cache.close()
+        try:
+            if not self.cache.manager.closed:
+                self.flush(self._config.deadlines.close)
+        finally:
+            try:
+                self.pool.detach()
+            finally:
+                flushed = self.cache.close()
+        return flushed
 
     def _terms(self, retention: str | None) -> Terms:
         return resolve(retention or self._config.retention.default, self._classes)
@@ -283,11 +311,15 @@ class PrefixCache:
             self.groups_served.setdefault(title, Counter()).update(tiers)
 
     def _row(self, ids: torch.Tensor, mask: torch.Tensor | None) -> Any:
-        """The token ids of the one row as a NumPy array, after every check of the arguments."""
+        """The token ids of the one row as a NumPy array, after every check of the arguments and of the model."""
+        changed = "with other weights than the model was opened with" if self._settled.weights_changed() else ""
+        if changed := changed or self._settled.change():
+            raise InvalidRequest(f"a pass would run {changed}: its KV is another one; open another PrefixCache")
         if ids.ndim != 2 or ids.shape[0] != 1:
             raise InvalidRequest(f"token ids of shape {tuple(ids.shape)}: pass one row [1, tokens], a batch row by row")
         if mask is not None and (mask.shape != ids.shape or not bool(mask.all())):
             raise InvalidRequest("the attention mask must be all ones: KV behind padding is not this prompt's KV")
+        self._follow_purges()
         tokens = ids[0].cpu().numpy()
         for media, name in self._media.items():
             if (tokens == media).any():
@@ -317,10 +349,11 @@ class PrefixCache:
             )
         for index in full if wanted[2] else ():
             for tensor in (cache.layers[index].keys, cache.layers[index].values):
-                if tuple(tensor.shape) != wanted or tensor.dtype != shape.dtype:
+                held = tensor.dtype, tuple(tensor.shape), tensor.device
+                if held != (shape.dtype, wanted, shape.device):
                     raise InvalidRequest(
-                        f"layer {index} holds {tensor.dtype} {tuple(tensor.shape)}, expected {shape.dtype} {wanted}; "
-                        "kvtier casts nothing"
+                        f"layer {index} holds {held[0]} {held[1]} on {held[2]}, expected {shape.dtype} {wanted} on "
+                        f"{shape.device}; kvtier casts nothing"
                     )
         if problem := self._forwards.problem(cache, tokens):
             raise InvalidRequest(problem)

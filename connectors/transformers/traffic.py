@@ -8,6 +8,7 @@ its memory on both sides until it does; no other is started meanwhile.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -23,6 +24,7 @@ from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import Terms
 from kvtier.tiers.device.dirty import Dirty
 from kvtier.tiers.device.torch_pool import DevicePool, Place
+from kvtier.tiers.host.slot import Slot
 from kvtier.times import Mono
 
 log = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ class Traffic:
     def __init__(self, pool: DevicePool, cache: Cache, clock: Clock) -> None:
         self._pool, self._cache, self._clock = pool, cache, clock
         self._lost = False  # a copy did not end; see _lose
+        self._failing = False  # the device refused, or failed, one of the latest copies
 
     # --- in ----------------------------------------------------------------------------------------------------
 
@@ -52,17 +55,24 @@ class Traffic:
 
         try:
             arrived = self._pool.copy_in(places, slots, late)
-        except TierError as error:
+        except BaseException as error:
+            # The slots are the copy's until it ends: without a name, and not handed out.
             self._lose(error)
-            return []  # the slots are the copy's until it ends: without a name, and not handed out
+            if isinstance(error, TierError):
+                return []
+            raise
         whole = _leading(arrived)
         self._pool.free(slots[whole:])
         slots = slots[:whole]
         first = 0
-        for life, alike in groupby(hit.lives[:whole]):
-            end = first + len(list(alike))
-            self._pool.confirm(slots[first:end], chain, life, first=start + first)
-            first = end
+        try:
+            for life, alike in groupby(hit.lives[:whole]):
+                end = first + len(list(alike))
+                self._pool.confirm(slots[first:end], chain, life, first=start + first)
+                first = end
+        except BaseException:
+            self._pool.free(slots)
+            raise
         return slots
 
     # --- out ---------------------------------------------------------------------------------------------------
@@ -99,33 +109,29 @@ class Traffic:
                 return clean
 
     def _wait(self, deadline: Mono, version: int) -> bool:
-        """Until there may be space below that there was not at version `version` of `space`; False at the deadline."""
-        if self._clock.monotonic() >= deadline:
+        """Until there may be space below that there was not at version `version` of `space`; False at the deadline, and
+        where copies fail: space would be of no use."""
+        if self._failing or self._clock.monotonic() >= deadline:
             return False
         return self._cache.submit(self._cache.manager.space.wait(deadline, version)).result()
 
     def _offload(self, limit: int, ahead: int) -> int:
         if not self._usable():
             return 0
-        kept = 0
+        kept, self._failing = 0, False
         picked = self._pool.pick(limit, self._clock.monotonic(), ahead=ahead)
-        for run in runs_of(picked, attrgetter("chain", "depth")):
-            try:
-                there = 0 if self._lost else self._offload_run(run)
-            except TierError as error:
-                self._lose(error)
-                continue  # in flight until the copy has ended: it may read these slots yet
-            except BaseException:
+        runs = deque(runs_of(picked, attrgetter("chain", "depth")))
+        try:
+            while runs and not self._lost:
+                kept += self._offload_run(runs.popleft())
+        finally:
+            for run in runs:
                 self._pool.copies_done(run, again_since=self._clock.monotonic())
-                raise
-            self._pool.copies_done(run[:there])
-            self._pool.copies_done(run[there:], again_since=self._clock.monotonic())
-            kept += there
         return kept
 
-    def _lose(self, error: TierError) -> None:
-        """The device did not finish a copy: no other is given to it until it has."""
-        log.error("%s; blocks stay in G1 until it has", error)
+    def _lose(self, error: BaseException) -> None:
+        """A copy was left before its end: no other is given to the device until it has finished."""
+        log.error("%s; blocks stay in G1 until it has", str(error) or f"{type(error).__name__} while the device copied")
         self._lost = True
 
     def _usable(self) -> bool:
@@ -136,37 +142,52 @@ class Traffic:
         return not self._lost
 
     def _offload_run(self, run: Sequence[Dirty]) -> int:
-        """Copy neighbours of one chain to G2. Returns how many of them, from the first on, are there now."""
+        """Copy neighbours of one chain to G2. Returns how many of them, from the first on, are there now. Gives the run
+        back to the pool, at the end of its copy if that was left before."""
         manager, chain, start = self._cache.manager, run[0].chain, run[0].depth
-        lives = [self._pool.life(dirty.slot) for dirty in run]
-        slots, reached = manager.reserve(chain, start, start + len(run), _terms_of(lives[0]))
-        generations = [slot.generation for slot in slots]
-        places = [(slot.number, slot.generation) for slot in slots]
-        given = dict(zip(places, slots, strict=True))
-
-        def late(over: Sequence[tuple[int, Place]], last: bool) -> None:
-            for _, place in over:
-                manager.acknowledge(given[place], place[1])
-            if last:
-                self._pool.copies_done(run, again_since=self._clock.monotonic())
-
+        there, ended = 0, True
         try:
-            arrived = self._pool.copy_out([run[slot.index - start].slot for slot in slots], places, late)
-        except BaseException as error:
-            manager.abort(slots, generations, in_flight=isinstance(error, TierError))
-            raise
-        whole = _leading(arrived)
+            slots, reached = manager.reserve(chain, start, start + len(run), _terms_of(self._pool.life(run[0].slot)))
+            places = [(slot.number, slot.generation) for slot in slots]
+            given = dict(zip(places, slots, strict=True))
+
+            def late(over: Sequence[tuple[int, Place]], last: bool) -> None:
+                for _, place in over:
+                    manager.acknowledge(given[place], place[1])
+                if last:
+                    self._pool.copies_done(run, again_since=self._clock.monotonic())
+
+            try:
+                arrived = self._pool.copy_out([run[slot.index - start].slot for slot in slots], places, late)
+            except BaseException as error:
+                ended = False  # it may read these slots yet
+                manager.abort(slots, [slot.generation for slot in slots], in_flight=True)
+                self._lose(error)
+                if isinstance(error, TierError):
+                    return 0
+                raise
+            there = self._commit(run, slots, _leading(arrived), reached) - start
+            return there
+        finally:
+            if ended:
+                self._pool.copies_done(run[:there])
+                self._pool.copies_done(run[there:], again_since=self._clock.monotonic())
+
+    def _commit(self, run: Sequence[Dirty], slots: Sequence[Slot], whole: int, reached: int) -> int:
+        """Publish the first `whole` of the slots that a run was copied to, give up the others, and return the depth
+        behind the last block of its chain that G2 has; `reached` where all arrived."""
+        manager, chain, start = self._cache.manager, run[0].chain, run[0].depth
         if whole < len(slots):
-            reached = slots[whole].index
-            manager.abort(slots[whole:], generations[whole:])
-            slots, generations = slots[:whole], generations[:whole]
+            reached, self._failing = slots[whole].index, True
+            manager.abort(slots[whole:], [slot.generation for slot in slots[whole:]])
+        slots = slots[:whole]
         for slot in slots:
-            life = lives[slot.index - start]
+            life = self._pool.life(run[slot.index - start].slot)
             assert life is not None
             slot.life = life  # as confirmed, not as copied: a spill is no use and no new creation
-        manager.commit(chain, slots, generations)
+        manager.commit(chain, slots, [slot.generation for slot in slots])
         manager.finish_put(chain[:reached])
-        return reached - start
+        return reached
 
 
 def _leading(arrived: Sequence[bool]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -355,3 +357,17 @@ def test_closing_cancels_waits_and_releases_the_mover() -> None:
     assert outcomes(engine.poll()) == {Outcome.ABORTED: 3}
     with pytest.raises(ClosedError):
         engine.load(some(1))
+
+
+def test_an_engine_that_is_closed_with_a_copy_in_flight_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever closed it may let go of it: the copy goes on."""
+    monkeypatch.setattr("kvtier.kernels.copy._UNENDED", [])
+    for ends in (True, False):
+        mover = ManualMover()
+        engine, memory = engine_of(mover), weakref.ref(mover)
+        engine.load(some(1))
+        mover.end(*([0] if ends else []))
+        assert engine.close(0.0) is ends and mover.closed is ends
+        del engine, mover
+        gc.collect()
+        assert (memory() is None) is ends

@@ -47,13 +47,20 @@ class Device(SimulatedDriver):
         self._streams[self.handle].append(_Operation(work))  # type: ignore[arg-type]
 
 
+POOLS = "cuda:1"
+"""The pool's device. The caller's current one is another."""
+
+
 class TorchCuda:
-    """`torch.cuda` over a Device."""
+    """`torch.cuda` over a Device. Without a name it means the caller's current device, whose streams order nothing
+    here."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def current_stream(self) -> SimpleNamespace:
+    def current_stream(self, of: object = None) -> SimpleNamespace:
+        if of != POOLS:
+            return SimpleNamespace(cuda_stream=0, wait_event=lambda event: None)
         device, handle = self._device, self._device.handle
 
         def wait_event(event: TorchEvent) -> None:
@@ -93,7 +100,7 @@ class Users:
         self.device = Device(kernels, self.random)
         self.arena = arena
         self.pool = DevicePool(BLOCKS, BLOCK)
-        self.pool._order = StreamOrder(TorchCuda(self.device)) if ordered else HostOrder()
+        self.pool._order = StreamOrder(TorchCuda(self.device), POOLS) if ordered else HostOrder()
         self.pool._engine = open_pool_engine(
             self.pool.rows, arena.views(), arena.slot_bytes, driver=self.device, table=Table("", {})
         )
@@ -166,7 +173,7 @@ def test_without_the_order_they_meet(kernel_library: ctypes.CDLL, arena: Arena) 
 
 def test_work_on_several_slots_is_waited_for_once(kernel_library: ctypes.CDLL) -> None:
     device = Device(kernel_library, Random(0))
-    order = StreamOrder(TorchCuda(device))
+    order = StreamOrder(TorchCuda(device), POOLS)
     device.enqueue(lambda: None)
     order.used([0, 1, 2])
     with device.on(device.handles[1]):

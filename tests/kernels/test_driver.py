@@ -16,6 +16,7 @@ import torch
 from delayed import Delayed
 from headless_driver import HeadlessDriver
 
+from kvtier.errors import TierError
 from kvtier.kernels.calibration import measurement
 from kvtier.kernels.copy import CopyEngine, Lane, Moves, Outcome
 from kvtier.kernels.cuda import CudaMover
@@ -93,6 +94,50 @@ def test_an_error_of_the_device_is_not_mistaken_for_completion(driver: Callable[
     engine, *_ = engine_of(cuda, Method.DMA)
     engine.load(Moves.of([(0, 3, 0)]))
     assert engine.poll() == [] and engine.stats().broken
+
+
+def test_a_command_whose_event_cannot_be_made_is_refused(
+    driver: Callable[..., HeadlessDriver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an error of kvtier's tree that callers know, and nothing begun."""
+    cuda = driver()
+    engine, pool, arena, _ = engine_of(cuda, Method.DMA)
+    call, refused = cuda._call, ""
+
+    def refuse(name: str, *args: Any) -> None:
+        if name == refused:
+            raise DeviceError(name, OUT_OF_MEMORY)
+        call(name, *args)
+
+    monkeypatch.setattr(cuda, "_call", refuse)
+    for refused in ("cuEventCreate", "cuEventRecord"):
+        with pytest.raises(TierError, match=refused):
+            engine.store(Moves.of([(5, 3, 0)]))
+    refused = ""
+    engine.store(Moves.of([(5, 3, 0)]))
+    assert [ack.outcome for ack in engine.poll()] == [Outcome.DONE]
+    assert bytes(arena[192:256]) == pool[5].numpy().tobytes()
+
+
+def test_what_the_device_does_not_release_is_no_error_of_the_one_who_closes(
+    driver: Callable[..., HeadlessDriver], libcuda: ctypes.CDLL, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model that failed leaves the device in error: every call fails from then on."""
+    cuda = driver()
+    engine, *_ = engine_of(cuda, Method.DMA)
+    engine.load(Moves.of([(0, 3, 0)]))
+    assert [ack.outcome for ack in engine.poll()] == [Outcome.DONE]
+    tried, call = list[str](), cuda._call
+
+    def refuse(name: str, *args: Any) -> None:
+        tried.append(name)
+        call(name, *args)
+        raise DeviceError(name, 700)
+
+    cuda._call = refuse  # type: ignore[method-assign]
+    assert engine.close(1.0) and libcuda.fake_depth() == 0
+    assert tried.count("cuStreamDestroy_v2") == 3 and tried[-1] == "cuDevicePrimaryCtxRelease_v2"
+    assert "did not release" in caplog.text
 
 
 def test_out_of_memory_is_named(driver: Callable[..., HeadlessDriver]) -> None:

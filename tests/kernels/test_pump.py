@@ -257,3 +257,23 @@ def test_a_fence_and_a_wait_behind_a_refused_command_return() -> None:
     assert pump.wait([ticket], 20.0)
     pump.fence(ticket)
     assert outcomes(pump.poll()) == [(ticket, Outcome.REFUSED)] and pump.close(5.0)
+
+
+def test_a_gate_that_cannot_be_had_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not an error in the caller's thread, which launches the model."""
+    mover = ManualMover()
+    pump = opened(mover)
+
+    def refuse(after: object) -> None:
+        raise TierError("g1", "record event", "out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mover, "gate", refuse)
+        refused = pump.load(Moves.of([(1, 2, 0)]))
+    assert outcomes(pump.poll()) == [(refused, Outcome.REFUSED)]
+    assert pump.wait([refused], 0.0)
+    taken = pump.load(Moves.of([(1, 2, 0)]))
+    pump.tick()
+    mover.end(0)
+    pump.tick()
+    assert outcomes(pump.poll()) == [(taken, Outcome.DONE)]

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 
 class SlotOrder(Protocol):
-    """Both verbs are of the caller's current stream."""
+    """Both verbs are of the caller's current stream on the pool's device."""
 
     def used(self, slots: Iterable[int]) -> None:
         """All work on these slots, so far, is enqueued."""
@@ -34,22 +34,22 @@ class HostOrder:
 class StreamOrder:
     """Of a pool on a GPU. Keeps, for each slot and stream, the event of its last use until that is reached.
 
-    `cuda` is torch.cuda, with the pool's device current.
+    `cuda` is torch.cuda, `device` the pool's, which need not be the caller's current one.
     """
 
-    def __init__(self, cuda: Any) -> None:
-        self._cuda = cuda
+    def __init__(self, cuda: Any, device: Any) -> None:
+        self._cuda, self._device = cuda, device
         self._uses: dict[int, dict[int, Any]] = {}  # slot → stream's handle → event
 
     def used(self, slots: Iterable[int]) -> None:
-        stream = self._cuda.current_stream()
+        stream = self._cuda.current_stream(self._device)
         event = self._cuda.Event()
         event.record(stream)
         for slot in slots:
             self._uses.setdefault(slot, {})[stream.cuda_stream] = event
 
     def follow(self, slots: Iterable[int]) -> None:
-        stream = self._cuda.current_stream()
+        stream = self._cuda.current_stream(self._device)
         waited: dict[int, bool] = {}  # by the event's id: whether it is reached
         for slot in slots:
             uses = self._uses.get(slot, {})

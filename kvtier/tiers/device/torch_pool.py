@@ -7,11 +7,12 @@ streams of its own, elsewhere with memmove. Torch is imported when a pool is mad
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtier.errors import CapacityError, InvalidRequest, TierError
+from kvtier.errors import CapacityError, InvalidRequest, KVTierError, TierError
 from kvtier.identity.keys import BlockKey
 from kvtier.retention.lifetime import Lifetime
 from kvtier.tiers.device.block_pool import BlockPool
@@ -32,6 +33,11 @@ Late = Callable[[list[tuple[int, Place]], bool], None]
 """Called with the (slot, place) pairs that a cancelled copy has released, and whether these were its last."""
 
 _COPY_TIMEOUT_S = 30.0
+
+_UNKNOWN = 0
+"""In place of the ticket of a command that was interrupted: no acknowledgement names it, so its memory stays its."""
+
+log = logging.getLogger(__name__)
 
 
 class DevicePool(BlockPool):
@@ -57,11 +63,12 @@ class DevicePool(BlockPool):
 
         self.block_bytes = block_bytes
         try:
-            self.rows: torch.Tensor = torch.empty((blocks, block_bytes), dtype=torch.uint8, device=device)
+            with torch.inference_mode(False):  # whatever mode the caller is in: the rows are written to in any
+                self.rows: torch.Tensor = torch.empty((blocks, block_bytes), dtype=torch.uint8, device=device)
         except (RuntimeError, MemoryError) as error:  # torch has no narrower type for a failed allocation on the CPU
             raise CapacityError(f"g1: {blocks} blocks of {block_bytes} bytes do not fit on {device}: {error}") from None
         super().__init__(blocks, horizon=horizon, dirty_max_age_s=dirty_max_age_s)
-        self._order: SlotOrder = StreamOrder(torch.cuda) if self.rows.is_cuda else HostOrder()
+        self._order: SlotOrder = StreamOrder(torch.cuda, self.rows.device) if self.rows.is_cuda else HostOrder()
         self._engine: CopyEngine | None = None
         self._overdue: dict[int, Late] = {}  # by ticket: cancelled copies that may still be running
 
@@ -96,12 +103,15 @@ class DevicePool(BlockPool):
 
         Raises InvalidRequest unless `shape` of `dtype` is exactly a block.
         """
+        import torch
+
         wanted = dtype.itemsize
         for size in shape:
             wanted *= size
         if wanted != self.block_bytes:
             raise InvalidRequest(f"{dtype} {tuple(shape)} has {wanted} bytes, a block {self.block_bytes}")
-        return self.rows.view(dtype).view(self.blocks, *shape)
+        with torch.inference_mode(False):
+            return self.rows.view(dtype).view(self.blocks, *shape)
 
     def attach(self, arena: Arena, copy_by: str = "auto", calibration: Path | None = None) -> None:
         """Copy to and from the slots of this open arena from now on, until `detach`. Page-locks it for a GPU, and
@@ -122,19 +132,19 @@ class DevicePool(BlockPool):
 
     def copy_out(self, slots: Sequence[int], into: Sequence[Place], late: Late) -> list[bool]:
         """Copy blocks to slots of G2, after the work queued on the current stream, and after that of others up to their
-        last `confirm` or `free`. Returns which of them arrived.
+        last `confirm` or `free`. Returns which of them arrived; none where the device does not take the copy.
 
         Blocks until done. The caller holds the blocks (a reference, or `pick`) and has reserved the places. Raises
-        TierError when the device does not finish in time: both sides belong to the copy then and must not be reused
-        until a later `recovered` calls `late` with them, which never happens where the device is lost.
+        InvalidRequest, with nothing begun, for a pool without an arena and for places that are not one for each block;
+        TierError when the device does not finish in time, and what interrupts the wait, like KeyboardInterrupt: both
+        sides belong to the copy then and must not be reused until a later `recovered` calls `late` with them, which
+        never happens where the device is lost.
         """
-        self._order.follow(slots)
-        return self._finish(self._attached().store(_moves(slots, into)), slots, late)
+        return self._copy(self._attached().store, slots, into, late)
 
     def copy_in(self, source: Sequence[Place], slots: Sequence[int], late: Late) -> list[bool]:
         """Copy pinned slots of G2 into freshly allocated blocks. Otherwise as `copy_out`."""
-        self._order.follow(slots)
-        return self._finish(self._attached().load(_moves(slots, source)), slots, late)
+        return self._copy(self._attached().load, slots, source, late)
 
     def recovered(self) -> bool:
         """Whether copies may be started: none is overdue, and the device works. Calls `late` for overdue copies that
@@ -149,14 +159,28 @@ class DevicePool(BlockPool):
             raise InvalidRequest("this pool is attached to no arena")
         return self._engine
 
-    def _finish(self, ticket: int, slots: Sequence[int], late: Late) -> list[bool]:
+    def _copy(
+        self, begin: Callable[[Moves], int], slots: Sequence[int], places: Sequence[Place], late: Late
+    ) -> list[bool]:
         from kvtier.kernels.copy import Outcome
 
-        engine = self._attached()
-        if not engine.wait([ticket], _COPY_TIMEOUT_S):
-            engine.cancel(ticket)
+        engine, moves = self._attached(), _moves(slots, places)
+        if not slots:
+            return []
+        self._order.follow(slots)
+        ticket = _UNKNOWN
+        try:
+            ticket = begin(moves)
+            if not engine.wait([ticket], _COPY_TIMEOUT_S):
+                late_by = f"the device did not finish {len(slots)} copies in {_COPY_TIMEOUT_S:.0f} s"
+                raise TierError("g1", "copy", late_by)
+        except BaseException as error:
+            if ticket == _UNKNOWN and isinstance(error, KVTierError):  # refused, with nothing changed
+                log.warning("%d copies were not begun: %s", len(slots), error)
+                return [False] * len(slots)
             self._overdue[ticket] = late
-            raise TierError("g1", "copy", f"the device did not finish {len(slots)} copies in {_COPY_TIMEOUT_S:.0f} s")
+            engine.cancel(ticket)
+            raise
         acks = engine.poll()
         self._deliver(acks)
         done: set[int] = set()

@@ -117,8 +117,9 @@ class TestRefused:
             ({"position_ids": torch.arange(7, 47)[None]}, "positions"),
             ({"attention_mask": torch.tensor([[0] * 3 + [1] * 37])}, "padding"),
             ({"attention_mask": torch.zeros((1, 1, 40, 40))}, "attention mask"),
+            ({"is_causal": False}, "is_causal"),
         ],
-        ids=["positions", "mask", "a mask of its own"],
+        ids=["positions", "mask", "a mask of its own", "attention to later tokens"],
     )
     def test_what_a_pass_was_told(self, config: Any, model: Any, options: dict[str, Any], reason: str) -> None:
         ids = prompt(40)
@@ -126,6 +127,55 @@ class TestRefused:
             cache, _ = prefixes.fetch(ids)
             forward(model, cache, ids, **options)
             refused(prefixes, ids, cache, reason)
+
+    @pytest.mark.parametrize(
+        ("arguments", "reason"),
+        [
+            ((torch.tensor([[0] * 3 + [1] * 37]),), "padding"),
+            ((None, torch.arange(7, 47)[None]), "positions"),
+        ],
+        ids=["mask", "positions"],
+    )
+    def test_what_a_pass_was_told_without_names(
+        self, config: Any, model: Any, arguments: tuple[Any, ...], reason: str
+    ) -> None:
+        ids = prompt(40)
+        with PrefixCache(config(), model, tiers=[]) as prefixes:
+            cache, _ = prefixes.fetch(ids)
+            with torch.no_grad():
+                model(ids, *arguments, past_key_values=cache)
+            refused(prefixes, ids, cache, reason)
+
+    @pytest.mark.parametrize("make", [llama, gemma3])
+    def test_a_mask_of_the_new_tokens_alone(self, config: Any, make: Callable[..., Any]) -> None:
+        """The library takes it for that of the first tokens, and masks the others."""
+        model, ids = make(), prompt(64)
+        with PrefixCache(config(g1=200), model, tiers=[]) as prefixes:
+            cache, _ = prefixes.fetch(ids, advance=False)
+            for part in ids.split(32, dim=1):
+                forward(model, cache, part, attention_mask=torch.ones_like(part))
+            refused(prefixes, ids, cache, "for fewer tokens than there were")
+
+    def test_masks_by_kind_of_layer(self, config: Any) -> None:
+        model, ids = gemma3(), prompt(32)
+        masks = dict.fromkeys(("full_attention", "sliding_attention"), torch.zeros((1, 1, 32, 32), dtype=torch.bool))
+        with PrefixCache(config(), model, tiers=[]) as prefixes:
+            cache, _ = prefixes.fetch(ids, advance=False)
+            forward(model, cache, ids, attention_mask=masks)
+            refused(prefixes, ids, cache, "attention mask")
+
+    @pytest.mark.parametrize("make", [gemma3, qwen3_next])
+    def test_tokens_that_were_taken_back_from_some_layers(self, config: Any, make: Callable[..., Any]) -> None:
+        """A window that is full and a state cannot be cropped: they have these tokens still."""
+        model, ids = make(), prompt(80)
+        other = torch.cat([ids[:, :64], prompt(16, seed=8)], dim=1)
+        with PrefixCache(config(g1=200), model, tiers=[]) as prefixes:
+            cache, _ = prefixes.fetch(ids, advance=False)
+            forward(model, cache, ids)
+            for index in prefixes.shape.groups.full:
+                cache.layers[index].crop(-16)
+            forward(model, cache, other[:, 64:])
+            refused(prefixes, other, cache, "some of its layers still have them|layers .* hold 96 tokens")
 
     def test_embeddings(self, config: Any, model: Any) -> None:
         ids = prompt(40)

@@ -66,7 +66,17 @@ def test_models_that_no_prefix_of_is_final_are_refused(model: Any, monkeypatch: 
         patch.setattr(model.config, "use_bidirectional_attention", True, raising=False)
         with pytest.raises(InvalidRequest, match="tokens attend to later ones"):
             probe(model)
+    move = model.model.layers[1].register_forward_hook(
+        lambda _layer, _args, named, _out: (
+            named["past_key_values"].layers[1].__setattr__("keys", named["past_key_values"].layers[1].keys.to("meta"))
+        ),
+        with_kwargs=True,
+    )
+    with pytest.raises(InvalidRequest, match=r"several devices \(cpu, meta\)"):
+        probe(model)
+    move.remove()
     shape = probe(model)
+    assert shape.device == torch.device("cpu")
     monkeypatch.setattr(model.config, "_attn_implementation_internal", None)
     with pytest.raises(IdentityError, match="set attn_implementation"):
         namespace_of(model, shape, 16)
@@ -79,7 +89,11 @@ def test_large_weights_are_sampled_and_adapters_told_apart(model: Any, monkeypat
     for active in (["a"], ["b"], lambda: ["c"]):
         monkeypatch.setattr(model, "active_adapters", active, raising=False)
         named.add(weights_of(model))
-    assert len(named | {whole}) == 4
+    layer = model.model.layers[2].self_attn.q_proj
+    for part, value in (("disable_adapters", False), ("disable_adapters", True), ("scaling", {"c": 2.0})):
+        monkeypatch.setattr(layer, part, value, raising=False)  # as PEFT's layers have them
+        named.add(weights_of(model))
+    assert len(named | {whole}) == 7
     monkeypatch.setattr("kvtier.connectors.transformers.model._WHOLE_MODEL_BYTES", 0)
     monkeypatch.setattr("kvtier.connectors.transformers.model._SAMPLE_BYTES", 64)
     sampled = weights_of(model)

@@ -193,6 +193,19 @@ class TestIdentity:
             prefixes.purge("alice")
             assert prefixes.fetch(ids, salt="alice")[1] == 0
 
+    def test_a_purge_of_elsewhere_reaches_the_pool(self, config: Any, model: Any) -> None:
+        """Another process's, or the cache's own verb: what was made before it is served no more, and never stored."""
+        ids = prompt(100)
+        with PrefixCache(config(), model, tiers=[], tails=4) as prefixes:
+            for salt in ("alice", "bob"):
+                turn(prefixes, model, ids, salt=salt)
+            prefixes.cache.purge("alice")
+            assert prefixes.flush().pending == 0 and prefixes.fetch(ids, salt="alice")[1] == 0
+            prefixes.pool.evict()
+            assert prefixes.fetch(ids, salt="alice")[1] == 0 and prefixes.fetch(ids, salt="bob")[1] == 96
+            turn(prefixes, model, ids, salt="alice")
+            assert prefixes.fetch(ids, salt="alice")[1] == 99, "what is made behind it is kept"
+
     def test_a_purge_takes_the_classes_that_were_isolated(self, config: Any, model: Any) -> None:
         ids = prompt(100)
         with PrefixCache(config(), model, tiers=[]) as prefixes:

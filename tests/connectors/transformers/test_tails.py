@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvtier.connectors.transformers import PrefixCache
-from tests.connectors.transformers.support.models import computed, gemma3, generate, held, prompt
+from tests.connectors.transformers.support.models import computed, gemma3, generate, held, llama, prompt
 
 torch = pytest.importorskip("torch")
 
@@ -86,6 +86,21 @@ def test_tenants_terms_and_purges_hold_for_tails(config: Any, model: Any, clock:
         assert prefixes.fetch(output, salt="bob")[1] == 55
         prefixes.purge("bob")
         assert prefixes.fetch(output, salt="alice")[1] == 0 and prefixes.pool.resident == 0
+
+
+@pytest.mark.parametrize("make", [llama, gemma3])
+def test_what_may_have_been_purged_is_not_served_from_the_pool(
+    config: Any, make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """security.purge: strict, and the purge log was not read within the bound."""
+    with PrefixCache(config(g1=200), make(), tiers=[], tails=16) as prefixes:
+        output = stored(prefixes, prompt(52))
+        known = prefixes.fetch(output)[1]
+        with monkeypatch.context() as patch:
+            patch.setattr(type(prefixes.cache.manager.hierarchy), "unproven", True)
+            cache, hit = prefixes.fetch(output, advance=False)
+            assert known >= 48 and hit == 0 == cache.get_seq_length()
+        assert prefixes.fetch(output)[1] == known
 
 
 def test_a_tail_leaves_with_its_slot_and_reaches_no_lower_tier(config: Any, model: Any) -> None:

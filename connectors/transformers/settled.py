@@ -1,0 +1,93 @@
+"""What a model computes with beside the tokens: its weights, adapters, attention and autocast, as when it was opened.
+
+All of it is in the namespace, or follows from it, and can be changed in place while a cache is open: by a step of
+training, by PEFT's `set_adapter` and `disable_adapter`, by `set_attn_implementation`, by `torch.autocast`. KV from
+before is not KV from behind.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+
+class ModelAdapters:
+    """The adapters that are attached to a model, by PEFT or by transformers."""
+
+    def __init__(self, model: Any) -> None:
+        """`now` looks at the layers that have adapters by now, and at which are active in the model."""
+        self._model = model
+        self._layers = [
+            (name, layer)
+            for name, layer in (model.named_modules() if _adapted(model) else ())
+            if isinstance(getattr(layer, "disable_adapters", None), bool)
+        ]
+
+    def now(self) -> list[Any]:
+        """What they do: which are active (a method of transformers' models, a property of PEFT's), and of each layer
+        those that are, by what they are scaled, and whether they are off or merged. Empty without any."""
+        if not _adapted(self._model):
+            return []
+        active = getattr(self._model, "active_adapters", [])
+        layers = [
+            [name, layer.disable_adapters, *(_plain(getattr(layer, part, None)) for part in _PARTS)]
+            for name, layer in self._layers
+        ]
+        return [_plain(active() if callable(active) else active), layers]
+
+
+class Settled:
+    """A model as it was when this was made."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._adapters = model, ModelAdapters(model)
+        self._were, self._precision = self._adapters.now(), precision(model)
+        self._attention = _attention_of(model)
+        self._versions = [(weakref.ref(tensor), tensor._version) for tensor in _counted(model)]
+
+    def change(self) -> str:
+        """What is different for a pass now, but for the weights; "" if nothing is."""
+        if precision(self._model) != self._precision:
+            return "under another autocast than the model was opened with"
+        if _attention_of(self._model) != self._attention:
+            return "with another attention implementation than the model was opened with"
+        if self._adapters.now() != self._were:
+            return "with other adapters than the model was opened with"
+        return ""
+
+    def weights_changed(self) -> bool:
+        """Whether parameters were written to in place. Others in their stead, which offloading makes, do not count."""
+        return any((tensor := ref()) is not None and tensor._version != version for ref, version in self._versions)
+
+
+def precision(model: Any) -> Any:
+    """The autocast that holds now, for the model's device."""
+    import torch
+
+    kind = model.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+_PARTS = ("merged", "active_adapters", "scaling")
+"""What PEFT's layers say of themselves."""
+
+
+def _attention_of(model: Any) -> Any:
+    return getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
+
+
+def _adapted(model: Any) -> bool:
+    return bool(getattr(model, "_hf_peft_config_loaded", False)) or hasattr(model, "peft_config")
+
+
+def _plain(value: Any) -> Any:
+    """A copy, which does not change with the layer."""
+    if isinstance(value, dict):
+        return sorted((str(name), str(part)) for name, part in value.items())
+    return list(value) if isinstance(value, (list, tuple, set)) else value
+
+
+def _counted(model: Any) -> Iterator[Any]:
+    """Parameters that count how often they were written to: those that were made in inference mode do not."""
+    return (parameter for parameter in model.parameters() if not parameter.is_inference())

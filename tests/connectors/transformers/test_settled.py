@@ -1,0 +1,90 @@
+"""A model that is changed in place while its cache is open: its KV is another model's then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+
+import kvtier
+from kvtier.connectors.transformers import PrefixCache
+from tests.connectors.transformers.support.models import generate, llama, prompt
+
+torch = pytest.importorskip("torch")
+
+
+@contextmanager
+def adapters_off(model: Any) -> Any:
+    """As PEFT's `disable_adapter` leaves its layers."""
+    layer = model.model.layers[1].self_attn.q_proj
+    layer.disable_adapters = True
+    yield
+    layer.disable_adapters = False
+
+
+@contextmanager
+def another_adapter(model: Any) -> Any:
+    """As PEFT's `set_adapter`."""
+    model.active_adapters = ["b"]
+    yield
+    model.active_adapters = ["a"]
+
+
+@contextmanager
+def another_attention(model: Any) -> Any:
+    model.set_attn_implementation("eager")
+    yield
+    model.set_attn_implementation("sdpa")
+
+
+def adapted() -> Any:
+    model = llama()
+    model.peft_config, model.active_adapters = {"a": None, "b": None}, ["a"]
+    model.model.layers[1].self_attn.q_proj.disable_adapters = False
+    return model
+
+
+@pytest.mark.parametrize("changed", [adapters_off, another_adapter, another_attention])
+def test_adapters_and_attention_that_are_switched(
+    config: Any, changed: Callable[[Any], AbstractContextManager[None]]
+) -> None:
+    model, ids = adapted(), prompt(40)
+    with PrefixCache(config(), model, tiers=[]) as prefixes:
+        for inside, kept in ((nullcontext(), True), (changed(model), False), (nullcontext(), True)):
+            cache, _ = prefixes.fetch(ids)
+            with inside:
+                output = generate(model, ids, cache, 8)
+            ones = torch.ones_like(output)
+            if kept:
+                prefixes.store(output, cache, attention_mask=ones)
+            else:
+                with pytest.raises(
+                    kvtier.InvalidRequest, match=r"a pass over it ran with (other adapters|another att)"
+                ):
+                    prefixes.store(output, cache, attention_mask=ones)
+        with changed(model), pytest.raises(kvtier.InvalidRequest, match="open another PrefixCache"):
+            prefixes.fetch(ids)
+        assert prefixes.fetch(ids)[1] == 32
+
+
+def test_a_step_of_training(config: Any) -> None:
+    model, ids = llama(), prompt(40)
+    with PrefixCache(config(), model, tiers=[]) as prefixes:
+        cache, _ = prefixes.fetch(ids)
+        output = generate(model, ids, cache, 8)
+        prefixes.store(output, cache, attention_mask=torch.ones_like(output))
+        assert prefixes.fetch(ids)[1] == 32
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.mul_(1.01)
+        for verb in (lambda: prefixes.fetch(ids), lambda: prefixes.store(output, cache)):
+            with pytest.raises(kvtier.InvalidRequest, match="with other weights"):
+                verb()
+
+
+def test_parameters_that_count_no_writes_are_taken_as_they_are(config: Any) -> None:
+    with torch.inference_mode():
+        model = llama()
+    with PrefixCache(config(), model, tiers=[]) as prefixes, torch.inference_mode():
+        assert prefixes.fetch(prompt(40))[1] == 0
