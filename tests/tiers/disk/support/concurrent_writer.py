@@ -2,8 +2,8 @@
 
     python -m tests.tiers.disk.support.concurrent_writer DIRECTORY SECONDS SEED [stop]
 
-Works for so many seconds at least, comparing all it reads; prints a JSON object with what it saw, exits with 1 if it was
-wrong.
+Works for so many seconds at least, comparing all it reads; prints a JSON object with what it saw, exits with 1 if
+it was wrong.
 `stop`: instead, stops itself (SIGSTOP) while it holds the index's write lock, and says so first.
 """
 
