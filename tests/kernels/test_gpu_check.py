@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
@@ -214,32 +213,37 @@ def test_a_prefix_is_measured_where_it_fits() -> None:
     assert gpu_ttft.lengths_for(80 << 30)[-1] == 65536 and gpu_ttft.lengths_for(141 << 30)[-1] == 131072
 
 
-def test_the_wheels_hold_all_that_the_parts_import() -> None:
-    """What kvtier's connector and cache, and the GPU tests, import beside torch, NumPy and transformers is among the
-    wheels, or comes with one that is."""
+WITHOUT_OTHERS = """
+import runpy, sys
+from importlib.machinery import PathFinder
+
+refused = set(sys.argv[3].split(","))
+
+class Others:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return None if name.partition(".")[0] in refused else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[:] = [Others if finder is PathFinder else finder for finder in sys.meta_path]
+import kvtier, kvtier.connectors.transformers
+from kvtier.config import Config
+from kvtier.testing import sample_namespace
+config = Config.parse({"tiers": {"g2": {"capacity": "8MiB"}, "g3": {"path": sys.argv[1], "capacity": "4GiB"}}})
+kvtier.open(config, sample_namespace(4096)).close()
+for file in ("conftest.py", "kernels/conftest.py", "kernels/test_gpu.py"):
+    runpy.run_path(f"{sys.argv[2]}/{file}")
+"""
+"""Of modules in no package but the standard library's, kvtier's and those that are allowed."""
+
+
+def test_the_wheels_hold_all_that_the_parts_import(tmp_path: Path) -> None:
+    """kvtier's connector and cache, and the GPU tests, are imported where there are no packages but torch, NumPy,
+    transformers, the wheels, and what comes with one of these."""
     text = (BENCHMARKS.parent / "Makefile").read_text().partition("gpu-wheels: $(BASE)")[2].partition("\n\n")[0]
-    named = text.rpartition("constraints.txt ")[2].split()
-    source = (
-        "import runpy, sys, kvtier, kvtier.connectors.transformers\n"
-        "from kvtier.config import Config\n"
-        "from kvtier.testing import sample_namespace\n"
-        "folder = sys.argv[1]\n"
-        "config = Config.parse({'tiers': {'g2': {'capacity': '8MiB'}, 'g3': {'path': folder, 'capacity': '4GiB'}}})\n"
-        "kvtier.open(config, sample_namespace(4096)).close()\n"
-        "tests = sys.argv[2]\n"
-        "for file in ('conftest.py', 'kernels/conftest.py', 'kernels/test_gpu.py'):\n"
-        "    runpy.run_path(f'{tests}/{file}')\n"
-        "print(*sorted({name.partition('.')[0] for name in sys.modules}))"
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, "-c", source, folder, str(BENCHMARKS.parent / "tests")]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    owners = packages_distributions()
-    loaded = {owner.lower() for name in done.stdout.split() for owner in owners.get(name, ()) if name != "kvtier"}
-    covered, open_ = set[str](), [*named, "torch", "numpy", "transformers", "setuptools"]
+    covered, open_ = {"kvtier"}, [*text.rpartition("constraints.txt ")[2].split(), "torch", "numpy", "transformers"]
+    assert "pytest" in open_
     while open_:
-        name = re.split(r"[^A-Za-z0-9_.-]", open_.pop(), maxsplit=1)[0].lower().replace("_", "-")
+        name = canonical(re.split(r"[^A-Za-z0-9_.-]", open_.pop(), maxsplit=1)[0])
         if name in covered:
             continue
         covered.add(name)
@@ -248,8 +252,20 @@ def test_the_wheels_hold_all_that_the_parts_import() -> None:
         except PackageNotFoundError:
             continue
         open_ += [need for need in needs if "extra ==" not in need]
-    optional = {"dill"}  # of torch, where it is installed
-    assert {name.replace("_", "-") for name in loaded} - optional <= covered | {"kvtier"}
+
+    def imported(*others: str) -> subprocess.CompletedProcess[str]:
+        allowed = covered - set(others)
+        refused = [one for one, owners in packages_distributions().items() if not {*map(canonical, owners)} & allowed]
+        words = [sys.executable, "-c", WITHOUT_OTHERS, str(tmp_path), str(BENCHMARKS.parent / "tests")]
+        return subprocess.run([*words, ",".join(refused)], capture_output=True, text=True, timeout=120)
+
+    done = imported()
+    assert done.returncode == 0, done.stderr
+    assert "No module named 'hypothesis'" in imported("hypothesis").stderr, "the control"
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 @pytest.mark.long

@@ -546,7 +546,6 @@ ELSEWHERE = {
     "demo.stage": "a file of the demo's own",
     "identity.stream": "a digest of its own",
     "journal.breaks": "memory of its own",
-    "kernels.driver": "memory of its own",
     "kernels.layout": "memory of its own",
     "request_trace": "the kernel's credentials of a peer",
     "sim.device": "memory of its own",
