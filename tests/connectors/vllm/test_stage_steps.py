@@ -94,6 +94,7 @@ class Storm(steps.Storm):
             connector={
                 "kvtier_config": {"tiers": {"g2": {"capacity": chance.choice(["128KiB", "1MiB"])}}},
                 "recompute": chance.choice(["never", "never", "never", "auto"]),
+                "in_step_bytes": 0,  # a forward may read what fails within its step, which the model here does not know
             },
         )
         return engine
@@ -138,7 +139,7 @@ class Storm(steps.Storm):
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 60))])
 def test_requests_that_come_and_go_read_the_right_bytes_on_all_ranks(make: Make, seed: int) -> None:
     storm = Storm(make, seed)
-    for turn in range(400):
+    for turn in range(1200):
         if turn >= 120 and storm.engine.half.counters["tokens_read_g2"]:
             break
         storm.turn()
@@ -226,7 +227,7 @@ class GroupsStorm(Storm):
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 60))])
 def test_windows_and_states_come_back_on_all_ranks(make: Make, seed: int) -> None:
     storm = GroupsStorm(make, seed)
-    for turn in range(400):
+    for turn in range(1200):
         if turn >= 120 and storm.engine.half.counters["tokens_read_g2"]:
             break
         storm.turn()
@@ -340,7 +341,7 @@ class DraftsStorm(GroupsStorm):
 @pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 60))])
 def test_requests_with_drafts_read_the_right_bytes_on_all_ranks(make: Make, seed: int) -> None:
     storm = DraftsStorm(make, seed)
-    for turn in range(400):
+    for turn in range(1200):
         if turn >= 120 and storm.engine.half.counters["tokens_read_g2"]:
             break
         storm.turn()
@@ -445,7 +446,7 @@ class ContextStorm(Storm):
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 40))])
 def test_requests_read_the_right_bytes_where_ranks_divide_the_tokens(make: Make, seed: int) -> None:
     storm = ContextStorm(make, seed)
-    for turn in range(400):
+    for turn in range(1200):
         if turn >= 120 and storm.engine.half.counters["tokens_read_g2"]:
             break
         storm.turn()
