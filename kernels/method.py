@@ -28,8 +28,8 @@ _VERSION = 2
 
 _TOLERANCE = 1.15
 """A method that leaves more of the device to the model may take so much longer. On an H200 that copies all the time, a
-matrix product loses 4 % beside `dma`, 2 % beside `staged` and 15 % beside `direct` (gpu-check.json), which the 12 SMs
-that it takes of 132 explain."""
+product of matrices loses 3 to 4 % beside `dma`, 2 to 4 % beside `staged` and 15 to 28 % beside `direct`
+(benchmarks/results/gpu-check.json and gpu-check-before.json)."""
 
 
 class Method(StrEnum):
