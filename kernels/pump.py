@@ -153,13 +153,13 @@ class Pump:
         engine = self._engine
         if engine is None or not self.ready:
             log.debug("a copy is refused: %s", self.failure or "not open yet")
-            self._acknowledge([Ack(ticket, lane, moves, Outcome.REFUSED, last=True)])
+            self._refuse(ticket, lane, moves)
             return ticket
         try:
             gate = engine.gate(after)
         except KVTierError as error:
             log.warning("a copy of %d blocks is refused: %s", len(moves), error)
-            self._acknowledge([Ack(ticket, lane, moves, Outcome.REFUSED, last=True)])
+            self._refuse(ticket, lane, moves)
             return ticket
         with self._changed:
             self._under_way[ticket] = _UnderWay()
@@ -170,6 +170,9 @@ class Pump:
         with self._changed:
             self._commands.append(command)
             self._changed.notify_all()
+
+    def _refuse(self, ticket: int, lane: Lane, moves: Moves) -> None:
+        self._acknowledge([Ack(ticket, lane, moves, Outcome.REFUSED, last=True)])
 
     def _acknowledge(self, acks: list[Ack]) -> None:
         with self._changed:
@@ -190,7 +193,7 @@ class Pump:
                 "a copy of %d blocks is refused: %s", len(moves), error, exc_info=not isinstance(error, KVTierError)
             )
             gate.close()
-            self._acknowledge([Ack(ticket, lane, moves, Outcome.REFUSED, last=True)])
+            self._refuse(ticket, lane, moves)
             return
         self._ticket_of[theirs], self._engines_of[ticket] = ticket, theirs
 
