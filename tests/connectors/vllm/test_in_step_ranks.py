@@ -141,7 +141,7 @@ class Storm(stages.Storm):
     def begin(self, make: Callable[..., Any]) -> Staged:
         def begun(connector: dict[str, Any], async_scheduling: bool, **options: Any) -> Staged:
             engine: Staged = make(
-                **options, connector=connector | {"in_step_bytes": self.chance.choice(["1KiB", "16MiB"])}
+                **options, connector=connector | {"in_step_bytes": self.chance.choice(["4KiB", "16MiB"])}
             )
             return engine
 
@@ -154,7 +154,7 @@ class Storm(stages.Storm):
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 40))])
 def test_requests_that_come_and_go_read_the_right_bytes_on_all_ranks(make: Make, seed: int) -> None:
     storm = Storm(make, seed)
-    for turn in range(300):
+    for turn in range(600):
         if turn >= 120 and storm.engine.spoilt:
             break
         storm.turn()
