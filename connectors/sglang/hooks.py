@@ -313,6 +313,7 @@ _HOOKS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     (f"{_UPDATER}.update_weights_from_distributed", "before", _weights),
     (f"{_UPDATER}.update_weights_from_tensor", "before", _weights),
     (f"{_UPDATER}.update_weights_from_ipc", "before", _weights),
+    (f"{_UPDATER}.begin_weight_update", "before", _weights),  # from now on they may be written from outside (RDMA)
     (f"{_UPDATER}.end_weight_update", "before", _weights),
     (f"{_UPDATER}.resume_memory_occupation", "before", _resume),
     ("sglang.srt.lora.lora_manager.LoRAManager._load_lora_adapter", "around", adapters.load),
