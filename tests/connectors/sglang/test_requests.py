@@ -295,3 +295,16 @@ def test_a_hint_that_is_refused_counts_once_however_often_a_request_is_looked_up
         b.linker.before_lookup(req, list, b.vote)
         b.linker.lookup("r", b.transfer(keys[:length]))
     assert b.linker._pages.cache.stats()["requests"]["hints"] == {"rejected": 1}
+
+
+def test_ranks_have_the_same_requests_though_one_fails_to_answer_a_sender(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that is sent back and admitted again is voted on anew: a rank that kept it would not vote, and the
+    others would wait for it for ever."""
+    b, keys = bench(), keys_of(2)
+    b.lookup("r", keys)
+    b.linker.awaited("r")
+    monkeypatch.setattr(b.linker._requests, "admit", lambda *_: 1 / 0)
+    b.linker.admitted(b.req("r"))
+    assert b.linker._requests.of("r") is None
