@@ -8,10 +8,7 @@ So a boundary's blocks are *held* when the step that reaches it is planned:
                        engine will take back before the next one
     request ended    → `finish`: holds the last boundary that it reached
     step completed   → `complete`: boundaries whose tokens are trusted (`Track.trusted`) are ready; others are given up
-    copied, or given up → the blocks are given back
-
-Where the pool is short nothing is held: the boundary's blocks are *watched*, as are those of a request that is over
-before they are copied. The engine may hand them out at any time, and the boundary is lost then.
+    copied, or given up, or the pool is short → the blocks are given back
 
 A state is what a step leaves at its end: in the block of its last token, which a later step overwrites unless that
 token is the block's last. So with states, only a boundary at which a step ends can be held, and one at which the engine
@@ -206,8 +203,8 @@ class BoundaryBlocks:
         return zip(numbers, self._groups.needed(tokens), strict=True)
 
     def _hold(self, known: Tables, tokens: int, step: int, tail: Collection[int]) -> bool:
-        """Hold a boundary, if it can be, or watch it, where there is no room. `tail`: blocks of it that are held
-        already, and whose references it takes over."""
+        """Hold a boundary, if it can be. `tail`: blocks of it that are held already, and whose references it takes
+        over."""
         track = known.track
         if not self._storable(track, tokens):
             return False
@@ -221,7 +218,8 @@ class BoundaryBlocks:
         complete = len(blocks) == sum(map(len, needed)) and 0 not in blocks
         beyond = first * self._size >= known.begin and not self._groups.states  # a state is made of all before it
         proved = known.proved or beyond
-        if not (complete and proved and blocks):
+        room = self.count + len(blocks) <= self._pool.blocks // _HELD_FRACTION and not self._short()
+        if not (complete and proved and room and blocks):
             self.given_up += len(blocks)
             self.lost += len(blocks) if proved and tokens not in known.missed else 0
             known.missed.add(tokens)
@@ -231,11 +229,8 @@ class BoundaryBlocks:
         places = [place for place, depths in enumerate(needed) for _ in depths]
         nameless = Chain((), track.chain.terms)
         behind = [] if beyond else known.behind
-        boundary = Boundary(track, track.life, tokens, nameless, blocks, places, step, behind)
-        self._pending.append(boundary)
-        self._holding.add(boundary)
-        if self.count > self._pool.blocks // _HELD_FRACTION or self._short():
-            self.watch(boundary)
+        self._pending.append(Boundary(track, track.life, tokens, nameless, blocks, places, step, behind))
+        self._holding.add(self._pending[-1])
         known.taken.append(tokens)
         return True
 

@@ -71,9 +71,7 @@ class BoundaryStores:
             boundary = held.ready.pop(0)
             left -= len(boundary.blocks)
             copy: _Copy | None = None
-            if not held.lasting(boundary):
-                self._counters["spill_lost"] += len(boundary.blocks)
-            elif manager is not None and not self.stopped:
+            if manager is not None and not self.stopped and held.lasting(boundary):
                 copy = or_fallback(self._reserve, manager, boundary, fallback=None)
             if copy is None:
                 held.give_back(boundary)

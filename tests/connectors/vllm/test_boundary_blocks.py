@@ -274,7 +274,7 @@ def test_windows_that_were_found_count_only_if_they_are_known_to_be_right(forget
 
 
 def test_a_block_that_the_engine_took_back_is_no_part_of_a_boundary() -> None:
-    """The pool was short when it was taken, so it was not held; another request has it when the first one ends."""
+    """The pool was short when it was taken, so nothing was held; another request has it when the first one ends."""
     machine = Machine(windows=(12,))
     machine.held._short = lambda: True  # type: ignore[method-assign]
     track = machine.begin("r", list(range(50)))
@@ -287,19 +287,7 @@ def test_a_block_that_the_engine_took_back_is_no_part_of_a_boundary() -> None:
     del machine.held._short
     machine.finish("r", 59)
     machine.held.complete(machine.step)
-    assert [boundary.tokens for boundary in machine.held.ready] == [48], "not the answer's"
-    assert machine.held.count == 0
-
-
-def test_a_boundary_that_a_short_pool_cannot_hold_is_stored_if_the_engine_leaves_it_until_then() -> None:
-    machine = Machine()
-    machine.held._short = lambda: True  # type: ignore[method-assign]
-    found = run(machine, "r", list(range(50)), 16, 6)
-    assert [boundary.tokens for boundary in found] == [48] and machine.held.count == 0
-    assert machine.pool.get_num_free_blocks() == machine.pool.num_gpu_blocks - 1, "nothing is held"
-    assert all(map(machine.held.lasting, found))
-    machine.pool.get_new_blocks(machine.pool.get_num_free_blocks())
-    assert not any(map(machine.held.lasting, found))
+    assert not machine.held.ready and machine.held.count == 0
 
 
 def test_a_boundary_with_a_hole_is_not_held() -> None:
@@ -355,7 +343,7 @@ def test_no_more_than_a_part_of_the_pool_is_held() -> None:
         machine.completed(f"r{number}", 21)
         machine.finish(f"r{number}", 21)
         assert machine.held.count <= 16
-    assert {boundary.held for boundary in machine.held.ready} == {True, False}
+    assert machine.held.given_up > 0
     refused = 12 - len(machine.held.ready)
     assert machine.held.lost == refused * sum(machine.groups.counts(20)), "of each that is not held, once"
     machine.idle()

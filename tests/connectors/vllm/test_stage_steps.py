@@ -94,7 +94,7 @@ class Storm(steps.Storm):
             connector={
                 "kvtier_config": {"tiers": {"g2": {"capacity": chance.choice(["128KiB", "1MiB"])}}},
                 "recompute": chance.choice(["never", "never", "never", "auto"]),
-                "in_step_bytes": 0,  # a forward may read what fails within its step: see test_in_step_ranks.py
+                "in_step_bytes": 0,  # a forward may read what fails within its step, which the model here does not know
             },
         )
         return engine

@@ -111,8 +111,6 @@ class Rank(Modelless):
 class Staged(Modelless):
     """See the module. `stages`: the layers of each, which `width` ranks divide among them."""
 
-    rank = Rank
-
     def __init__(
         self,
         folder: Path,
@@ -160,7 +158,7 @@ class Staged(Modelless):
     def _begin_workers(self, shared: list[list[str]]) -> None:
         """One for each rank. Their handshakes come as vLLM has them."""
         width = self.width
-        self.ranks = [self.rank(self, number, self._layers[number // width]) for number in range(self.count * width)]
+        self.ranks = [Rank(self, number, self._layers[number // width]) for number in range(self.count * width)]
         told = {divmod(one.number, width): one.worker_side.get_handshake_metadata() for one in self.ranks}
         self.connector.set_xfer_handshake_metadata_pp_aware(told)
         self.aggregator = KVOutputAggregator.from_connector(self.connector, len(self.ranks))
