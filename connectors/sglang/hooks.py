@@ -257,7 +257,12 @@ def _give_back_state(cache: Any, req: Any) -> None:
 
 def _take_events(original: Callable[..., Any], cache: Any) -> Any:
     events, linker = original(cache), _linker_of(getattr(cache, "linker", None))
-    return events if linker is None else [*events, *linker.kv_events()]
+    if linker is None or not (own := linker.kv_events()):
+        return events
+    # Routers forget the tree's blocks, too, where the linker's are to be forgotten: they hear of the tree's after that.
+    clears = resolve_name("sglang.srt.disaggregation.kv_events:AllBlocksCleared")
+    stop = max((place for place, event in enumerate(own, 1) if isinstance(event, clears)), default=0)
+    return [*own[:stop], *events, *own[stop:]]
 
 
 def _on_all_ranks(cache: Any, answer: bool) -> bool:
