@@ -94,6 +94,11 @@ def engine_fields(server: Any, model_config: Any, settings: Settings, dtype: str
             f"speculative decoding ({algorithm}): the KV of a draft model is not kept, and drafts without one (NGRAM) "
             "are not proved, since SGLang runs them on GPUs alone; start without it, or without kvtier"
         )
+    if algorithm := getattr(server, "dllm_algorithm", None):
+        raise IdentityError(
+            f"a diffusion language model ({algorithm}) computes the KV of a block of tokens anew until all of them are "
+            "decided: not proved, and SGLang has HiCache off for such models; start it without kvtier"
+        )
     quantized = dtype.startswith("float8")
     return {
         "model": model_name(server.model_path, settings.model),

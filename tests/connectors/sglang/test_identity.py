@@ -91,6 +91,8 @@ def test_runs_whose_blocks_have_no_name_are_refused() -> None:
     for algorithm in ("EAGLE", "NGRAM"):
         with pytest.raises(IdentityError, match=f"speculative decoding .{algorithm}"):
             name(speculative_algorithm=algorithm)
+    with pytest.raises(IdentityError, match=r"diffusion language model \(LowConfidence"):
+        name(dllm_algorithm="LowConfidence")
     for kind in ("dynamic", "longrope"):
         with pytest.raises(IdentityError, match=kind):
             name(rope={"rope_type": kind})
