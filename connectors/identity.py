@@ -80,14 +80,15 @@ def model_name(model: str, given: str = "") -> str:
     return (Path(model).name or "model") if looks_like_path else model
 
 
-def weights_of(settings: Settings, model: str, revision: str | None = None) -> str:
+def weights_of(settings: Settings, model: str, revision: str | None = None, downloads: str | None = None) -> str:
     """Fingerprint of the weights that the engine loaded: the operator's id, else of the local directory or of the
-    hub snapshot. Reads a few MiB of the files (all of them with `weights: full`). Raises IdentityError."""
+    hub snapshot, which it has in the directory `downloads` (None: in the hub's own). Reads a few MiB of the files (all
+    of them with `weights: full`). Raises IdentityError."""
     if settings.weights:
         return f"id:{settings.weights}"
     where = Path(model)
     if not where.exists():
-        where = _snapshot(model, revision)
+        where = _downloaded(model, revision, downloads) or _snapshot(model, revision)
     return fingerprint(where, settings.config.weights)
 
 
@@ -97,6 +98,20 @@ def random_weights(seed: object, *, quantized: bool) -> str:
     import torch
 
     return f"dummy:{secrets.token_hex(8)}" if quantized else f"dummy:{seed}:torch{torch.__version__}"
+
+
+def _downloaded(repo: str, revision: str | None, downloads: str | None) -> Path | None:
+    """Directory of a hub model's weights in a directory of the engine's own, which may have no configuration beside
+    them; None where there is none."""
+    if not downloads:
+        return None
+    folder, ref = Path(downloads) / f"models--{repo.replace('/', '--')}", revision or "main"
+    try:
+        commit = (folder / "refs" / ref).read_text("utf-8").strip()
+    except (OSError, ValueError):
+        commit = ref
+    found = folder / "snapshots" / commit
+    return found if found.is_dir() else None
 
 
 def _snapshot(repo: str, revision: str | None) -> Path:

@@ -9,11 +9,16 @@ learn what somebody else's prompts share.
 
 from __future__ import annotations
 
+import socket
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate
+from socketserver import ThreadingMixIn
 from typing import Any, NamedTuple, get_args
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
@@ -193,14 +198,64 @@ def _export(family: Family, figures: list[Figure]) -> Metric:
     return other
 
 
+CONNECTIONS_MAX = 32
+"""Answered at a time, each on a thread; more are hung up on: an engine needs its process's descriptors."""
+
+SILENT_S = 10.0
+"""How long a connection may say nothing, or not take its answer."""
+
+
+class BoundedThreads(ThreadingMixIn):
+    """For a server of connections: one thread for each, CONNECTIONS_MAX at a time."""
+
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self._free = threading.Semaphore(CONNECTIONS_MAX)
+        super().__init__(*arguments, **named)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)  # type: ignore[attr-defined]
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # a client that hung up, or is silent, is no news
+            super().handle_error(request, client_address)  # type: ignore[misc]
+
+
+class _Server(BoundedThreads, WSGIServer):
+    pass
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = SILENT_S
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        pass
+
+
 class Endpoint:
     """A running `/metrics` page at `url`. Close it, or use it as a context manager."""
 
     def __init__(self, stats: Callable[[], Stats], port: int, address: str) -> None:
         registry = CollectorRegistry()
         registry.register(StatsCollector(stats))
-        self._server, self._thread = start_http_server(port, address, registry)
-        self.url = f"http://{address}:{self._server.server_port}/metrics"
+        family, *_, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        server = type("_Server", (_Server,), {"address_family": family})
+        self._server = server(where[:2], _Handler)
+        self._server.set_app(make_wsgi_app(registry))
+        self._thread = threading.Thread(target=self._server.serve_forever, name="kvtier-metrics", daemon=True)
+        self._thread.start()
+        host = f"[{address}]" if family == socket.AF_INET6 else address
+        self.url = f"http://{host}:{self._server.server_port}/metrics"
 
     def close(self) -> None:
         """Stop answering. Blocks until the last answer is out."""

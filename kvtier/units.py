@@ -6,6 +6,7 @@ All parsers raise InvalidRequest with the remedy and an example; all are pure an
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from kvtier.errors import InvalidRequest
 
@@ -29,6 +30,13 @@ def shorten(value: object) -> str:
     if value is None or isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 128):
         return repr(value)
     return f"a value of type {type(value).__name__}"
+
+
+def printable(text: str) -> str:
+    """A text as a terminal may have it: what controls one, or turns letters about, is spelt; lines stay."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
 
 
 def parse_size(value: str | int) -> int:
@@ -83,10 +91,16 @@ def format_size(size: int) -> str:
     return f"{size}B"
 
 
+def plain(number: float) -> str:
+    """All digits of a number and no exponent, as no amount has one: 1e-06 → `0.000001`, 3.0 → `3`."""
+    return f"{Decimal(repr(number)):f}".removesuffix(".0")
+
+
 def format_duration(seconds: float) -> str:
-    """The shortest exact way to write a duration: 86400 → `1d`; below a second in ms."""
+    """The shortest exact way to write a duration: 86400 → `1d`; parts of a second in ms."""
     if seconds != int(seconds):
-        return f"{seconds * 1000:g}ms"
+        short = f"{plain(float(f'{seconds * 1000:g}'))}ms"
+        return short if parse_duration(short) == seconds else f"{plain(seconds)}s"
     for name, unit in _TIME_UNITS.items():
         if seconds >= unit and seconds % unit == 0:
             return f"{int(seconds // unit)}{name}"

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 import kvtier
+from kvtier import metrics
 from kvtier.cli import main
 from kvtier.cli.top import Unanswered, read_figures
 from kvtier.errors import InvalidRequest
@@ -129,6 +135,34 @@ def test_top_names_an_endpoint_that_is_none(wrong: str) -> None:
 def test_top_names_an_endpoint_that_does_not_answer() -> None:
     with pytest.raises(Unanswered, match=r"http://127\.0\.0\.1:1/' gives no metrics: .*refused"):
         read_figures("http://127.0.0.1:1/")
+
+
+def test_who_connects_and_says_nothing_takes_few_threads_and_is_hung_up_on(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The endpoint is in the engine's process, whose descriptors they took for ever."""
+    monkeypatch.setattr(metrics._Handler, "timeout", 0.5)
+    before = threading.active_count()
+    with serve(lambda: STATS, 0) as endpoint, contextlib.ExitStack() as silent:
+        port = urlsplit(endpoint.url).port
+        held = [
+            silent.enter_context(socket.create_connection(("127.0.0.1", port)))
+            for _ in range(metrics.CONNECTIONS_MAX + 8)
+        ]
+        time.sleep(0.1)
+        assert threading.active_count() - before <= metrics.CONNECTIONS_MAX + 1
+        for one in held:
+            one.settimeout(20.0)
+            with contextlib.suppress(ConnectionResetError):
+                assert one.recv(1) == b""
+        assert read_figures(endpoint.url)["g2"]["bytes"] == 3 << 20
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_an_endpoint_of_ipv6_has_an_address_that_works() -> None:
+    with serve(lambda: STATS, 0, "::1") as endpoint:
+        assert read_figures(endpoint.url)["g2"]["bytes"] == 3 << 20
 
 
 def test_a_store_that_is_out_of_use_leaves_the_figures_whole(tmp_path: Path) -> None:

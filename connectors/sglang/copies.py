@@ -304,15 +304,30 @@ class PageCopies:
         for lease in load.leases:
             lease.release()
 
-    def quiesce(self) -> None:
-        """Wait, bounded, for copies under way, and forget completions: none will be asked for. The pages are handed out
-        again after it: what has not ended is given up, and never stored."""
-        self._engine.wait(list(self._by_ticket), self._wait_s)
-        self._poll()
-        self._void()
+    def settle(self) -> None:
+        """Wait, bounded, for copies under way, and give up those that have not ended: they are never stored.
+        Completions stay, to be taken."""
+        try:
+            self._engine.wait(list(self._by_ticket), self._wait_s)
+            self._poll()
+        finally:
+            self._void()
         for ticket in list(self._by_ticket):
             self._engine.cancel(ticket)
-        self._offloads.clear()
+
+    def free_pages(self) -> None:
+        """Settle, and wait for the device to let go of the pages: their memory goes. Bounded."""
+        self.settle()
+        if not self._engine.wait(list(self._by_ticket), _LAST_S):
+            log.error("a copy of pages whose memory goes was begun and does not end")
+
+    def quiesce(self) -> None:
+        """Settle, and forget completions, whatever fails: none will be asked for. The pages are handed out again after
+        it."""
+        try:
+            self.settle()
+        finally:
+            self._offloads.clear()
 
     def close(self) -> None:
         """Quiesce and release the device's pages. A copy still under way keeps its memory."""

@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.utils import storage_namespace_seed
 from kvtier.connectors.block_events import KNOWN_MAX, TIERS, BlockEvents, KnownRun
 from kvtier.connectors.contents import Passage
 from kvtier.connectors.sglang import adapters
-from kvtier.connectors.sglang.page_names import Labels, PageNames, names_of_hashes, page_hashes
+from kvtier.connectors.sglang.page_names import Labels, PageNames, leading_text, names_of_hashes, page_hashes
 from kvtier.identity.hashing import HASH_BYTES
 from kvtier.identity.keys import SCOPE_BYTES, SHARED, BlockKey, scope_of_key
 
@@ -91,9 +91,11 @@ class PageEvents(BlockEvents):
     def remember(
         self, req: Any, chain: Sequence[BlockKey], start: int, *, lasting: int = 0, isolated: bool = False
     ) -> None:
-        """Remember what the request's blocks from `start` on hold. Only its `lasting` first may lie on a disk. One
-        whose tokens do not make its pages' hashes, as where images stand for tokens, is passed over. `isolated`: in a
-        scope of an isolated class."""
+        """Remember what the request's blocks from `start` on hold, up to the first image: no router takes what stands
+        for one in place of tokens. Only its `lasting` first may lie on a disk. One whose tokens do not make its pages'
+        hashes is passed over. `isolated`: in a scope of an isolated class."""
+        if not isolated:
+            chain = chain[: leading_text(_tokens_of(req, 0, len(chain), self._block_tokens)) // self._block_tokens]
         if start >= len(chain) or isolated:
             return
         labels, page, is_shared = labels_of(req), self._block_tokens, scope_of_key(chain[start]) == SHARED

@@ -11,6 +11,7 @@ of new weights. Small hooks, made with SGLang's own HookRegistry, call a `Linker
     events              those of the tree, and the linker's after them
     results             the tokens that the last batch computed, and since when
     weights             changed in place
+    sleep               the device's pages are about to lose their memory
     adapters            named when they are loaded
 
 SGLang loads `register` in each of its processes through the entry-point group sglang.srt.plugins; a linker whose
@@ -124,6 +125,10 @@ class LinkerListener(WeightsListener):
     @abstractmethod
     def batch_done(self, batch: Any) -> None:
         """A batch's results are there."""
+
+    @abstractmethod
+    def memory_goes(self) -> None:
+        """The device's pages are about to lose their memory: nothing may read or write them after this. May wait."""
 
 
 def _linker_of(wrapper: Any) -> LinkerListener | None:
@@ -252,7 +257,12 @@ def _give_back_state(cache: Any, req: Any) -> None:
 
 def _take_events(original: Callable[..., Any], cache: Any) -> Any:
     events, linker = original(cache), _linker_of(getattr(cache, "linker", None))
-    return events if linker is None else [*events, *linker.kv_events()]
+    if linker is None or not (own := linker.kv_events()):
+        return events
+    # Routers forget the tree's blocks, too, where the linker's are to be forgotten: they hear of the tree's after that.
+    clears = resolve_name("sglang.srt.disaggregation.kv_events:AllBlocksCleared")
+    stop = max((place for place, event in enumerate(own, 1) if isinstance(event, clears)), default=0)
+    return [*own[:stop], *events, *own[stop:]]
 
 
 def _on_all_ranks(cache: Any, answer: bool) -> bool:
@@ -291,6 +301,13 @@ def _weights(updater: Any, request: Any) -> None:
         listener.weights_change()
 
 
+def _sleep(updater: Any, request: Any) -> None:
+    if not request.tags or "kv_cache" in request.tags:
+        linker = _linker_of(getattr(getattr(updater.scheduler, "tree_cache", None), "linker", None))
+        if linker is not None:  # SGLang waits for a HiCache's copies itself
+            linker.memory_goes()
+
+
 def _resume(updater: Any, request: Any) -> None:
     if not request.tags or "weights" in request.tags:
         _weights(updater, request)
@@ -313,7 +330,9 @@ _HOOKS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     (f"{_UPDATER}.update_weights_from_distributed", "before", _weights),
     (f"{_UPDATER}.update_weights_from_tensor", "before", _weights),
     (f"{_UPDATER}.update_weights_from_ipc", "before", _weights),
+    (f"{_UPDATER}.begin_weight_update", "before", _weights),  # from now on they may be written from outside (RDMA)
     (f"{_UPDATER}.end_weight_update", "before", _weights),
+    (f"{_UPDATER}.release_memory_occupation", "before", _sleep),
     (f"{_UPDATER}.resume_memory_occupation", "before", _resume),
     ("sglang.srt.lora.lora_manager.LoRAManager._load_lora_adapter", "around", adapters.load),
 )

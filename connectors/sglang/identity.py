@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,8 @@ from kvtier.connectors.sglang.configuration import configuration_of
 from kvtier.connectors.sglang.pool import KVPools
 from kvtier.errors import IdentityError
 from kvtier.identity.namespace import Namespace
+
+log = logging.getLogger(__name__)
 
 HASH_ALGORITHM = "sglang-sha256"
 HASH_VERSION = "1"
@@ -90,6 +94,11 @@ def engine_fields(server: Any, model_config: Any, settings: Settings, dtype: str
             f"speculative decoding ({algorithm}): the KV of a draft model is not kept, and drafts without one (NGRAM) "
             "are not proved, since SGLang runs them on GPUs alone; start without it, or without kvtier"
         )
+    if algorithm := getattr(server, "dllm_algorithm", None):
+        raise IdentityError(
+            f"a diffusion language model ({algorithm}) computes the KV of a block of tokens anew until all of them are "
+            "decided: not proved, and SGLang has HiCache off for such models; start it without kvtier"
+        )
     quantized = dtype.startswith("float8")
     return {
         "model": model_name(server.model_path, settings.model),
@@ -104,10 +113,33 @@ def engine_fields(server: Any, model_config: Any, settings: Settings, dtype: str
     }
 
 
+_READ_FILES = frozenset(
+    {
+        "auto", "pt", "safetensors", "instanttensor", "fastsafetensors", "mistral", "gguf", "bitsandbytes", "layered",
+        "sharded_state", "runai_streamer",
+    }
+)  # fmt: skip
+"""Loaders that read the files of the model's path, and nothing that was made of them before."""
+
+
 def _weights(server: Any, settings: Settings) -> str:
-    if str(server.load_format) == "dummy" and not settings.weights:
+    """Fingerprint of the checkpoint; of what is known of random weights. Where they come from elsewhere (another
+    instance, a daemon that holds them, copies that were made once), nothing of the files says what was loaded: the name
+    is of this process alone."""
+    loader = str(server.load_format).rpartition(".")[2].lower()
+    if loader == "dummy" and not settings.weights:
         return random_weights(getattr(server, "random_seed", 0), quantized=server.quantization is not None)
-    return weights_of(settings, server.model_path, server.revision)
+    held = (getattr(server, "weight_cache_mode", None) or "off") != "off"
+    restored = bool(getattr(server, "modelopt_checkpoint_restore_path", None))
+    if (loader not in _READ_FILES or held or restored) and not settings.weights:
+        log.warning(
+            "the weights come from elsewhere than the model's files (load format %s%s): blocks are of this process "
+            "alone; set the connector argument weights to an id that changes with them, and replicas share",
+            loader,
+            ", from a weight cache" if held else "",
+        )
+        return f"unread:{secrets.token_hex(8)}"
+    return weights_of(settings, server.model_path, server.revision, getattr(server, "download_dir", None))
 
 
 def _scales(server: Any) -> str:

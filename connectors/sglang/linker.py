@@ -257,10 +257,11 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
     def admitted(self, req: Any) -> None:
         looked_up, self._looked_up = self._looked_up, None
         head = looked_up[1] if looked_up is not None and looked_up[0].rid == req.rid else None
-        if self._pages is None:
+        try:
+            if self._pages is not None:
+                self._requests.admit(req, head, self._pages.cache)
+        finally:  # whatever failed: all ranks have the same requests, since they vote on them
             self._requests.forget(req.rid)
-        else:
-            self._requests.admit(req, head, self._pages.cache)
 
     def forget(self, rid: str) -> None:
         self._requests.forget(rid)
@@ -363,10 +364,17 @@ class KVTierLinker(LinkerListener, UnifiedCacheLinker):  # type: ignore[misc]  #
     def reset(self) -> None:
         """The tree is being emptied: wait for copies, forget requests. Stored blocks stay."""
         self._requests.clear()
-        if self._pages is not None:
-            self._pages.quiesce()
-        self._loads.clear()
         self._offloads.clear()
+        try:
+            if self._pages is not None:
+                self._pages.quiesce()
+        finally:
+            self._loads.clear()
+
+    @falls_back_to(None)
+    def memory_goes(self) -> None:
+        if self._pages is not None:
+            self._pages.free_pages()
 
     def _keeps_on_reset(self) -> bool:
         return self._rotation.config.keep_on_reset  # as it was reloaded

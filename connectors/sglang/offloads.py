@@ -74,13 +74,17 @@ class PageOffloads:
         if known is None:
             return False
         control, scope = known
-        if scope is None or not control.store:
+        named = scope is not None or getattr(self._req, "lora_id", None) is not None
+        if not control.store or not named:
             return False
         copies = self._copies()
         if not self._has_spare(copies):
             return False
         if copies is None:
             self._lost += 1
+            return True
+        if scope is None:  # an adapter that has no name here may have one on other ranks, which read its files, too
+            copies.fail()
             return True
         before = copies.outstanding()
         try:

@@ -61,6 +61,13 @@ def page_hashes(before: bytes, tokens: Sequence[int], page: int) -> list[bytes]:
     return out
 
 
+def leading_text(tokens: Sequence[int]) -> int:
+    """How many leading tokens are of 32 bits: what stands for an image has more. Pure."""
+    all_of_them = np.asarray(tokens, np.int64)
+    others = np.flatnonzero((all_of_them < 0) | (all_of_them > _TOKEN_MAX))
+    return int(others[0]) if others.size else len(all_of_them)
+
+
 def _raw(tokens: Sequence[int]) -> bytes:
     if not isinstance(tokens, array):
         return np.array(tokens, _TOKEN).tobytes()

@@ -79,12 +79,14 @@ class QueuedRequests:
 
     def arrive(self, rid: str) -> QueuedRequest:
         """The request, a new one if it is unknown. Cannot fail: all ranks have the same requests, since they vote on
-        them."""
+        them. Where the oldest is forgotten for it, it waits for nothing: each pass over a queue of more requests than
+        are remembered would forget all of them and begin anew, and none would ever be admitted."""
         queued = self._of.get(rid)
         if queued is None:
             queued = self._of[rid] = QueuedRequest(SystemClock().monotonic() + self._wait_s)
             while len(self._of) > _REQUESTS_MAX:
                 self.forget(next(iter(self._of)))
+                queued.decided = True
         return queued
 
     def update_chain(

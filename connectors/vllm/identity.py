@@ -208,11 +208,12 @@ def _weights(vllm_config: Any, settings: Settings) -> str:
         return random_weights(model.seed, quantized=model.quantization is not None)
     if loader not in _READ_FILES and not settings.weights:
         return f"{UNREAD}{secrets.token_hex(8)}"
-    own = weights_of(settings, model.model, model.revision)
+    downloads = getattr(getattr(vllm_config, "load_config", None), "download_dir", None)
+    own = weights_of(settings, model.model, model.revision, downloads)
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     if draft is None or settings.weights or draft.model == model.model:
         return own
-    return f"{own}+draft:{weights_of(settings, draft.model, draft.revision)}"
+    return f"{own}+draft:{weights_of(settings, draft.model, draft.revision, downloads)}"
 
 
 def _loader(vllm_config: Any) -> str:

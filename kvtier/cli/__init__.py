@@ -145,6 +145,7 @@ def _ending(error: BaseException) -> Ending:
 
 def _report(ending: Ending, error: BaseException, *, as_json: bool) -> int:
     from kvtier.cli.exits import Exit
+    from kvtier.units import printable
 
     if ending.status is Exit.DEFECT:
         import traceback
@@ -155,7 +156,7 @@ def _report(ending: Ending, error: BaseException, *, as_json: bool) -> int:
 
         found = {"kind": ending.kind, "message": ending.line, "status": int(ending.status)}
         print(json.dumps({"error": found}))
-    print(f"kvtier: {ending.line}", file=sys.stderr)
+    print(f"kvtier: {printable(ending.line)}", file=sys.stderr)  # it may name what others have named
     return ending.status
 
 

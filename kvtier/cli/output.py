@@ -14,6 +14,7 @@ from rich.table import Table
 
 from kvtier.bench.record import record, save
 from kvtier.cli.exits import Declined
+from kvtier.units import printable
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")]
 
@@ -39,19 +40,25 @@ def deliver(
 
 def write_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> None:
     """A table on standard output; numbers aligned right."""
-    table = Table(*columns, title=title, title_justify="left", header_style="bold")
+    table = Table(*map(printable, columns), title=title, title_justify="left", header_style="bold")
     listed = [list(row) for row in rows]
     for index, column in enumerate(table.columns):
         if listed and all(isinstance(row[index], int | float) for row in listed):
             column.justify = "right"
     for row in listed:
-        table.add_row(*(f"{cell:,}" if isinstance(cell, int | float) else str(cell) for cell in row))
+        table.add_row(*(f"{cell:,}" if isinstance(cell, int | float) else printable(str(cell)) for cell in row))
     console().print(table)
 
 
+class _Output(Console):
+    def print(self, *objects: Any, **named: Any) -> None:
+        """Texts may hold names that somebody else gave."""
+        super().print(*(printable(one) if isinstance(one, str) else one for one in objects), **named)
+
+
 def console() -> Console:
-    """Standard output, plain when it is not a terminal. Text is printed as it is, never read as markup."""
-    return Console(markup=False, highlight=False)
+    """Standard output, plain when it is not a terminal. Text is never read as markup, and controls no terminal."""
+    return _Output(markup=False, highlight=False)
 
 
 def confirm(question: str) -> None:

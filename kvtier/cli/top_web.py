@@ -7,21 +7,18 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.resources import files
 from typing import Any
 
 from kvtier.cli.top_view import Screen
+from kvtier.metrics import SILENT_S, BoundedThreads
 
 ADDRESS = "127.0.0.1"
-CONNECTIONS_MAX = 32
-"""Answered at a time, each on a thread; more are hung up on."""
-
 _HOSTS = (ADDRESS, "localhost")
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -57,28 +54,8 @@ class WebView:
             return {**self._shown, "age_s": self._clock() - self._shown_at_s}
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        super().__init__(address, handler)
-        self._free = threading.Semaphore(CONNECTIONS_MAX)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):  # a browser that hung up is no news
-            super().handle_error(request, client_address)
+class _Server(BoundedThreads, HTTPServer):
+    pass
 
 
 @contextmanager
@@ -87,7 +64,7 @@ def served(view: WebView, port: int) -> Iterator[str]:
     port is taken."""
 
     class Handler(BaseHTTPRequestHandler):
-        timeout = 10.0
+        timeout = SILENT_S
         server_version, sys_version = "kvtier", ""
 
         def do_GET(self) -> None:

@@ -19,6 +19,7 @@ from kvtier.units import (
     parse_endurance,
     parse_rate,
     parse_size,
+    plain,
     shorten,
 )
 
@@ -150,7 +151,7 @@ Duration = Annotated[
 Endurance = Annotated[
     float,
     BeforeValidator(parse_endurance),
-    PlainSerializer(lambda dwpd: f"{dwpd:g}DWPD", when_used="json"),
+    PlainSerializer(lambda dwpd: f"{plain(dwpd)}DWPD", when_used="json"),
     _schema("string", "3DWPD"),
 ]
 CountOrAuto = Annotated[

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 
+import kvtier
 import kvtier.cli
 from kvtier.cli import COMMANDS, GROUPS
 from kvtier.cli.exits import MEANINGS, Exit, ending_of
 from kvtier.errors import ConfigError, FormatError, InvalidRequest, TierFull
+from kvtier.testing import sample_namespace
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., Any]
@@ -140,3 +142,23 @@ def test_a_foreign_file_is_a_mistake_in_one_line(run: Run, tmp_path: Path, words
     file.write_bytes(content)
     done = run(*(word.format(file=file, folder=tmp_path) for word in words), "--json")
     assert done.status == 2 and done.json()["error"]["status"] == 2 and done.err.count("\n") == 1
+
+
+def test_names_of_others_control_no_terminal(run: Run, tmp_path: Path) -> None:
+    """A shared directory holds names that whoever may write there has made up, and errors repeat them."""
+    hostile = sample_namespace(4096, model="evil\x1b]0;title\x07\x1b[31m\u202e\udc80")
+    config, fields = tmp_path / "kvtier.yaml", tmp_path / "ns.json"
+    config.write_text(f"version: 1\ntiers:\n  g3: {{path: {tmp_path / 'g3'}, capacity: 4MiB}}\n")
+    fields.write_text(json.dumps(sample_namespace(4096, model="other").fields()))
+    with kvtier.open(kvtier.Config.load(config), hostile):
+        pass
+    for words in (
+        ("g3", "inspect", tmp_path / "g3"),
+        ("pin", "list", config, "--namespace", fields),
+        ("doctor", "--explain-namespace", tmp_path / "g3", fields),
+    ):
+        done = run(*words)
+        assert all(one.isprintable() for line in (done.out + done.err).splitlines() for one in line), words
+        assert "evil\\x1b]0" in done.told + done.err
+    (held,) = run("g3", "inspect", tmp_path / "g3", "--json").json()["namespaces"]
+    assert held["fields"]["model"] == hostile.model, "JSON has what is there"

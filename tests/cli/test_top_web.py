@@ -27,9 +27,9 @@ import pytest
 from kvtier.cli import top
 from kvtier.cli.top_latest import ROWS_MAX, latest_of, rows_of
 from kvtier.cli.top_view import Screen, parse_figures
-from kvtier.cli.top_web import CONNECTIONS_MAX, WebView, served
+from kvtier.cli.top_web import WebView, served
 from kvtier.errors import FormatError, InvalidRequest
-from kvtier.metrics import serve
+from kvtier.metrics import CONNECTIONS_MAX, serve
 from tests.support.trace_socket import listening_cache
 
 PAGE = """\

@@ -121,6 +121,20 @@ def test_durations_survive_printing(seconds: int) -> None:
     assert parse_duration(format_duration(seconds)) == seconds
 
 
+@settings(derandomize=True, deadline=None)
+@given(st.integers(1, 10**6), st.integers(0, 999), st.sampled_from(["ms", "s", "m", "h", "d"]))
+def test_parts_of_a_unit_survive_printing(whole: int, part: int, unit: str) -> None:
+    seconds = parse_duration(f"{whole}.{part:03}{unit}")
+    assert parse_duration(format_duration(seconds)) == seconds
+
+
+@pytest.mark.parametrize("budget", ["3DWPD", "0.3DWPD", "123456.7DWPD", "0.000001DWPD"])
+def test_what_is_shown_of_budgets_is_a_configuration(budget: str) -> None:
+    given = {"tiers": {"g3": {"path": "/x", "capacity": "1GiB", "write_budget": budget}}}
+    shown = Config.parse(given).model_dump(mode="json")
+    assert shown["tiers"]["g3"]["write_budget"] == budget and Config.parse(shown) == Config.parse(given)
+
+
 def test_rates_and_budgets() -> None:
     assert parse_rate("500MiB/s") == 500 << 20
     assert parse_endurance("0.3 DWPD") == 0.3

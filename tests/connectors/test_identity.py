@@ -45,6 +45,24 @@ def test_weights_are_the_operators_id_or_the_files(tmp_path: Path) -> None:
         weights_of(settings, "no-such-org/no-such-model")
 
 
+def test_a_hub_model_is_named_by_the_snapshot_that_the_engine_has_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --download-dir it is not that of the hub's own cache, which may be another commit."""
+    from kvtier.connectors import identity
+
+    folder, commits = tmp_path / "models--org--name", ("a" * 40, "b" * 40)
+    for commit in commits:
+        (folder / "snapshots" / commit).mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(commits[0])
+    monkeypatch.setattr(identity, "_snapshot", lambda *_: tmp_path / "models--x" / "snapshots" / ("c" * 40))
+    settings = Settings(make_config())
+    assert weights_of(settings, "org/name", None, str(tmp_path)) == f"hub:{commits[0]}"
+    assert weights_of(settings, "org/name", commits[1], str(tmp_path)) == f"hub:{commits[1]}"
+    assert weights_of(settings, "org/name") == weights_of(settings, "org/no", None, str(tmp_path)) == f"hub:{'c' * 40}"
+
+
 def test_an_update_of_weights_starts_an_epoch_of_its_own() -> None:
     namespace = kvtier.Namespace(model="m", weights="w", dtype="float32", layout="x", block_tokens=16, block_bytes=64)
     one, two = (epoch_after_reset(make_config(), namespace) for _ in range(2))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -242,3 +243,38 @@ def test_a_load_under_way_when_the_weights_change_ends_as_it_would(
     assert b.linker.finish_layer_wise_loading(index)
     assert [b.bytes_of(page) for page in (5, 6)] == expected
     assert b.linker._rotation.join(30)
+
+
+def test_no_copy_reads_pages_whose_memory_goes(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`release_memory_occupation` unmaps the pool, and SGLang's own check that the engine is idle does not know of a
+    linker's copies: one that is under way would fault in the device, which ends the engine."""
+    from kvtier.connectors.sglang import hooks
+
+    b, keys, done = bench(), keys_of(2), []
+    event = waiting(b, monkeypatch, "store")
+    assert b.offload(keys, [1, 2])
+    tree = SimpleNamespace(linker=SimpleNamespace(cache_linker=b.linker))
+    updater, target = SimpleNamespace(scheduler=SimpleNamespace(tree_cache=tree)), "release_memory_occupation"
+    sleep = next(hook for name, _, hook in hooks._HOOKS if name.endswith(target))
+    threading.Timer(0.1, lambda: (done.append(True), setattr(event, "reached", True))).start()
+    sleep(updater, SimpleNamespace(tags=["weights"]))
+    assert not done, "only the pool's memory matters"
+    sleep(updater, SimpleNamespace(tags=None))
+    assert done and b.settle() == [True], "completions stay: a tree that is not emptied asks for them"
+
+
+def test_completions_are_forgotten_with_the_tree_though_the_device_fails(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tree forgets all nodes. A completion that stayed would be taken for that of the next node, whose pages would
+    be handed out again while they are copied, and be stored with what others have written there."""
+    b, keys = bench(), keys_of(2)
+    assert b.offload(keys, [1, 2])
+    with monkeypatch.context() as patch:
+        patch.setattr(b.linker._pages._engine, "wait", lambda *_: 1 / 0)
+        b.flush()
+    event = waiting(b, monkeypatch, "store")
+    assert b.offload(keys_of(2, seed=1), [3, 4])
+    assert b.settle() == []
+    event.reached = True
+    assert settled(b, 1) == [True]

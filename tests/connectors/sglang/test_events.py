@@ -281,6 +281,27 @@ def test_blocks_of_other_names_in_the_tree_or_of_other_tokens_are_not_told_of() 
     assert list(events.take()) == [], "an isolated block has the hash of the shared one"
 
 
+@pytest.mark.parametrize("name", ["none", "salt", "adapter"])
+@pytest.mark.usefixtures("public_adapter")
+def test_a_prompt_is_told_of_up_to_its_first_image(name: str) -> None:
+    """SGLang puts numbers of 62 bits in the place of an image's tokens. A batch of events with one of them is none that
+    a router of 32 bits reads, and none was told of a salted prompt at all: an error in the log for each request."""
+    from kvtier.connectors.sglang.events import MEDIA, PageEvents
+
+    labels, image = LABELS[name], 3 * PAGE + 5
+    tokens = [*TOKENS[:image], *[1_000_000 + (1 << 61)] * PAGE, *TOKENS[image + PAGE :]]
+    scope = SHARED if labels == NONE else scope_of(labels.salt, b"adapter" if labels.lora_id else b"")
+    heads = pages_of(TOKENS, labels)[:3]
+    chain = chain_of_pages([*heads, *(f"{page:064x}" for page in range(3))], scope)
+    events = PageEvents(PAGE)
+    for start in (0, 4):
+        events.remember(request(tokens, labels=labels), chain, start, lasting=len(chain))
+        events.events.of("g2")(chain[start:], True)
+        told = list(events.take())
+        assert told == ([trees_own(0, 3, MEDIA["g2"], labels)] if start == 0 else [])
+    events.remember(request([1_000_000 + (1 << 61)] * 4 * PAGE, labels=labels), chain[:4], 0)
+
+
 def events_in_time(linker: Any, count: int) -> list[Any]:
     """The linker's events, once there are so many."""
     out: list[Any] = []

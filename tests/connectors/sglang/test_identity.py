@@ -57,12 +57,42 @@ def test_mla_ranks_share() -> None:
     assert name(mla(), ranks={"tp_rank": 1, "tp": 4}).digest == name(mla()).digest
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(
+            {"load_format": kind}
+            for kind in ("remote_instance", "flash_rl", "presharded", "npcache", "of a later release")
+        ),
+        {"weight_cache_mode": "client"},
+        {"modelopt_checkpoint_restore_path": "/elsewhere"},
+    ],
+)
+def test_weights_from_elsewhere_than_the_files_have_a_name_of_this_process_alone(
+    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon holds what lay at the path when it was started, and another instance may have had an update since: the
+    files that lie there now would name other weights than those that compute."""
+    from kvtier.config import Config
+    from kvtier.connectors.settings import Settings
+    from kvtier.connectors.sglang import identity
+
+    monkeypatch.setattr(identity, "weights_of", lambda settings, *_: settings.weights or "the files'")
+    config = Config.parse({"version": 1})
+    assert identity._weights(server(), Settings(config)) == "the files'"
+    names = [identity._weights(server(**given), Settings(config)) for _ in range(2)]
+    assert len({*names, "the files'"}) == 3
+    assert identity._weights(server(**given), Settings(config, weights="v2")) == "v2"
+
+
 def test_runs_whose_blocks_have_no_name_are_refused() -> None:
     from kvtier.errors import IdentityError
 
     for algorithm in ("EAGLE", "NGRAM"):
         with pytest.raises(IdentityError, match=f"speculative decoding .{algorithm}"):
             name(speculative_algorithm=algorithm)
+    with pytest.raises(IdentityError, match=r"diffusion language model \(LowConfidence"):
+        name(dllm_algorithm="LowConfidence")
     for kind in ("dynamic", "longrope"):
         with pytest.raises(IdentityError, match=kind):
             name(rope={"rope_type": kind})

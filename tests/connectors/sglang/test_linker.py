@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,6 +65,18 @@ def test_an_offload_of_nobody_is_refused(bench: Any) -> None:
     b = bench()
     b.linker.before_offload([])
     assert not b.linker.offload(b.transfer(keys_of(1), [1]))
+
+
+def test_an_adapter_that_has_a_name_on_other_ranks_alone_fails_its_offloads(bench: Any) -> None:
+    """Refused, they would leave this rank with fewer completions than the others have, and each rank would take those
+    of other nodes from then on. Refused by all alike is what no salt is for, where salts are asked for."""
+    b, keys = bench(security={"salt": "deny"}), keys_of(2)
+    unnamed = SimpleNamespace(**vars(b.req("o", salt="alice")), lora_id="not loaded here")
+    b.linker.offloads_for(unnamed)
+    b.linker.before_offload([])
+    assert b.linker.offload(b.transfer(keys, [1, 2])) and b.settle() == [False]
+    b.linker.offloads_for(None)
+    assert not b.offload(keys, [1, 2])
 
 
 def test_every_offload_has_one_answer(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,24 @@ def test_nobody_waits_for_what_the_device_has_by_now_or_beyond_its_time(bench: A
     assert not b.linker.awaited("s")
 
 
+def test_a_queue_of_more_requests_than_are_remembered_moves_on(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that is admitted makes room for one that waits its time."""
+    from kvtier.connectors.sglang import requests
+
+    monkeypatch.setattr(requests, "_REQUESTS_MAX", 2)
+    b, queue = bench(), ["a", "b", "c", "d"]
+    monkeypatch.setattr(b.linker._requests, "_promote", lambda *_: Promoted(Future()))
+    for seed in range(3):
+        before = len(queue)
+        for rid in list(queue):
+            b.lookup(rid, keys_of(3, seed=ord(rid)))
+            if not b.linker.awaited(rid):
+                queue.remove(rid)
+                b.linker.admitted(b.req(rid))
+        assert len(queue) < before or len(queue) == 2, seed
+    assert len(queue) == 2
+
+
 def test_ranks_vote_on_a_request_also_where_one_has_no_cache(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     b, keys = bench(), keys_of(3)
     monkeypatch.setattr(b.linker._rotation, "current", None)
@@ -295,3 +313,16 @@ def test_a_hint_that_is_refused_counts_once_however_often_a_request_is_looked_up
         b.linker.before_lookup(req, list, b.vote)
         b.linker.lookup("r", b.transfer(keys[:length]))
     assert b.linker._pages.cache.stats()["requests"]["hints"] == {"rejected": 1}
+
+
+def test_ranks_have_the_same_requests_though_one_fails_to_answer_a_sender(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that is sent back and admitted again is voted on anew: a rank that kept it would not vote, and the
+    others would wait for it for ever."""
+    b, keys = bench(), keys_of(2)
+    b.lookup("r", keys)
+    b.linker.awaited("r")
+    monkeypatch.setattr(b.linker._requests, "admit", lambda *_: 1 / 0)
+    b.linker.admitted(b.req("r"))
+    assert b.linker._requests.of("r") is None

@@ -78,6 +78,8 @@ ROWS = (
     Row("heads of K and V of unequal size", "refused: equal sizes are needed", _POOLS),
     Row("speculative decoding with a draft model", "refused: its KV is not kept", _UNNAMED),
     Row("n-gram speculation", "refused: SGLang runs it on GPUs alone, so it is not proved", _UNNAMED),
+    Row("diffusion language models (`--dllm-algorithm`)",
+        "refused: not proved; SGLang turns HiCache off for them, too", _UNNAMED),
     Row("dynamic RoPE, LongRoPE", "refused: the rotation depends on the prompt's length", _UNNAMED),
     Row("pipeline parallelism", "refused: its stages cannot agree on a prefix", _SPREAD),
     Row("context parallelism", "refused: pages are spread over ranks", _SPREAD),
