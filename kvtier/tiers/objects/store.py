@@ -40,7 +40,7 @@ from kvtier.tiers.objects.strides import runs
 from kvtier.tiers.objects.uses import UseProofs
 from kvtier.tiers.protocol import Loaded, Miss, Pieces, Target
 from kvtier.tiers.rate_limiter import TokenBucket
-from kvtier.times import Wall
+from kvtier.times import Mono, Wall
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,9 @@ ABSENT_S = 5.0
 """For how long a probe that found nothing to serve is not repeated."""
 
 READS_MAX = 3
+
+MEASURE_S = 600.0
+"""Between two comparisons of this replica's clock with the server's."""
 
 
 class ObjectStore:
@@ -74,7 +77,8 @@ class ObjectStore:
         self._keyring = keyring
         self._proofs = UseProofs(keyring, names.root)
         self.block_bytes = block_bytes
-        self.ahead_s = 0.0  # how far our clock is ahead of the server's, as last measured
+        self.ahead_s = 0.0  # how far our clock is ahead of the server's, behind it below 0; as last measured
+        self._measured = Mono("-inf")
         self.foreign = 0  # times that a foreign object was met
         self._clock = clock
         self.transfers = asyncio.Semaphore(limits.concurrency)
@@ -111,6 +115,12 @@ class ObjectStore:
         await self.purges.take(purges, known)
         self.purges.read_at = began
         self.pins.take(pins, began)
+
+    async def measure_clock(self) -> None:
+        """Have `ahead_s` tell of now, or of MEASURE_S ago at most. Raises TierError."""
+        if self._clock.monotonic() - self._measured > MEASURE_S:
+            self.ahead_s = await self.deltas.measure_skew() or 0.0
+            self._measured = self._clock.monotonic()
 
     async def settled_miss_of(self, entry: ObjectEntry) -> Miss | None:
         """`miss_of` now; an object that seems expired waits for the pins that are not read yet."""
@@ -205,7 +215,8 @@ class ObjectStore:
             raise ForeignFrame("another object's frame under this name")
         if stat.size != frame.total_bytes:
             raise CorruptError(f"object of {stat.size} bytes, its frame has {frame.total_bytes}")
-        used = self._proofs.last_use(frame, stat, self._clock.wall())
+        # The server's stamp tells a replica whose clock is behind that a later use is none of the future.
+        used = self._proofs.last_use(frame, stat, Wall(max(self._clock.wall(), stat.modified or 0.0)))
         life = Lifetime(used, frame.life.stamps)
         return ObjectEntry(frame, stat.size, stat.etag, life, used, self._clock.monotonic())
 

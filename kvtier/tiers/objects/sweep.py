@@ -69,7 +69,6 @@ class Sweeper:
         self._random = rng
         self._cursor: str | None = None
         self._next = clock.monotonic() + rng.uniform(0, SWEEP_S)
-        self._measured = Mono("-inf")
         self.swept = Swept()
 
     @property
@@ -110,7 +109,8 @@ class Sweeper:
         await self._store.refresh()  # with an old list a pin that was put anew since would be deleted
         if self._store.pins:
             await self._store.pins.sweep(await self._deletion_time())
-        await self._store.deltas.sweep()
+        if await self._store.deltas.any_old():
+            await self._store.deltas.sweep(await self._deletion_time())
 
     def about(self, seconds: float) -> float:
         """Half to one and a half of it, another time each time: a fleet that started together falls apart."""
@@ -130,10 +130,8 @@ class Sweeper:
         now = deletion_time(self._clock)
         if now is None:
             return None
-        if self._clock.monotonic() - self._measured > REST_S:
-            self._store.ahead_s = max(0.0, await self._store.deltas.measure_skew() or 0.0)
-            self._measured = self._clock.monotonic()
-        return Wall(now - self._store.ahead_s - GRACE_S)
+        await self._store.measure_clock()
+        return Wall(now - max(0.0, self._store.ahead_s) - GRACE_S)
 
     def _doubtful(self, stat: Stat) -> bool:
         """Whether the object has to be looked at: the index does not show it to be alive by its own terms, or a pin may

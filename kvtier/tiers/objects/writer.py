@@ -19,7 +19,7 @@ from kvtier.tiers.objects.frame import ForeignFrame, Frame
 from kvtier.tiers.objects.hints import UnitHint
 from kvtier.tiers.objects.index import ObjectEntry
 from kvtier.tiers.objects.store import ObjectStore
-from kvtier.tiers.protocol import Sealed, Stored
+from kvtier.tiers.protocol import Miss, Sealed, Stored
 from kvtier.tiers.rate_limiter import TokenBucket
 from kvtier.times import Wall
 
@@ -104,6 +104,8 @@ class ObjectWriter:
                     continue
                 if there is None:
                     continue  # gone since, or deleted as corrupt: then the next round overwrites
+                if store.miss_of(there, self._clock.wall()) is Miss.EXPIRED:
+                    await store.measure_clock()
                 joined = self._succeed(there, frame.life, key)
                 if joined is None:
                     return Stored.REFUSED
@@ -140,7 +142,7 @@ class ObjectWriter:
             return None
         if store.miss_of(there, now) is None:
             return there.life if there.covers(life) else there.life.join(life, now)
-        if store.ahead_s > FUTURE_S and not store.dead_at(there, Wall(now - store.ahead_s)):
+        if abs(store.ahead_s) > FUTURE_S and not store.dead_at(there, Wall(now - store.ahead_s)):
             return None  # our clock is wrong: what we write instead would be dead to the others
         return life
 

@@ -250,13 +250,13 @@ async def test_a_fleet_that_started_together_does_not_tidy_all_at_once() -> None
     server, tidied = VirtualServer(), list[float]()
     replicas = [Replica(server, seed, number=seed) for seed in range(40)]
 
-    async def sweep() -> int:
+    async def sweep() -> bool:
         tidied.append(server.clock.monotonic())
-        return 0
+        return False
 
     for replica in replicas:
         replica.sweeper._next = Mono(math.inf)  # it tidies at the end of a walk, too
-        replica.store.deltas.sweep = sweep  # type: ignore[method-assign]
+        replica.store.deltas.any_old = sweep  # type: ignore[method-assign]
     for _ in range(round(1.5 * background.TIDY_S / STEP_S) + 1):
         for replica in replicas:
             await replica.turn()
@@ -272,5 +272,5 @@ async def test_merged_windows_are_swept_and_are_no_units() -> None:
     assert (merged := fleet.server.under("catalogue"))
     assert not any(name.startswith(names.deltas) or names.is_unit(name) for name in merged)
     fleet.server.clock.advance(3 * deltas.KEEP_S)
-    await fleet.replicas[0].store.deltas.sweep()
+    await fleet.replicas[0].store.deltas.sweep(fleet.server.clock.wall())
     assert not fleet.server.under("catalogue") and not fleet.server.under("delta")
