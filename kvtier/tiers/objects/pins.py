@@ -23,6 +23,7 @@ from kvtier.retention.pins import PINS_MAX, Pin
 from kvtier.tiers.objects.bucket.protocol import Bucket, Stat
 from kvtier.tiers.objects.hints import UnitHint, seeming
 from kvtier.tiers.objects.index import ObjectEntry
+from kvtier.tiers.objects.loop_thread import PerLoop
 from kvtier.tiers.objects.names import ObjectNames
 from kvtier.tiers.objects.purge_log import TenantLog
 from kvtier.tiers.objects.signed import Signer
@@ -61,7 +62,7 @@ class SharedPins:
         self._junk: dict[str, tuple[str, Wall]] = {}  # ETags of those that do not count, and until when
         self._failing: dict[str, Mono] = {}  # of those unread: since when they cannot be read
         self._written: dict[str, Mono] = {}  # when `put` wrote them
-        self._reading = asyncio.Lock()
+        self._reading = PerLoop(asyncio.Lock)
 
     @property
     def settled(self) -> bool:
@@ -127,7 +128,7 @@ class SharedPins:
         """Read what is unread, each once, READS_AT_ONCE at once; what was read stays read, however this ends. One that
         is no pin does not count until it changes. Raises TierError, when the others have been read."""
         failed: BaseException | None = None
-        async with self._reading:
+        async with self._reading():
             tried: set[Stat] = set()
             while some := [stat for stat in self._unread.values() if stat not in tried][:READS_AT_ONCE]:
                 tried.update(some)

@@ -35,6 +35,7 @@ from kvtier.errors import CorruptError, TierError
 from kvtier.identity.keys import SCOPE_BYTES, TENANT_BYTES, Scope, tenant_of
 from kvtier.retention.marks import mark_below
 from kvtier.tiers.objects.bucket.protocol import TIER, Bucket, Stat, first_page
+from kvtier.tiers.objects.loop_thread import PerLoop
 from kvtier.tiers.objects.names import ObjectNames
 from kvtier.tiers.objects.signed import Signer
 from kvtier.times import Mono, Wall
@@ -92,7 +93,7 @@ class TenantLog:
         self._etag = ""  # of the last entry, as a listing gave it
         self._snapshot = 0  # number of the latest snapshot
         self._remembered: tuple[int, bytes] | None = None  # of an earlier process, to be found in the log
-        self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+        self._turn = PerLoop(asyncio.Lock)  # one reads or writes at a time
         self.position = 0
         """Number of the last entry that was read."""
         self.read_at = Mono("-inf")
@@ -153,13 +154,6 @@ class TenantLog:
         Raises LogBroken, and then nothing is to be served, or TierError; what was read is kept."""
         async with self._turn():
             await self._take_listed(listed, known)
-
-    def _turn(self) -> asyncio.Lock:
-        """One reads or writes at a time. A tier that is opened again has another loop."""
-        loop = asyncio.get_running_loop()
-        if self._turns is None or self._turns[0] is not loop:
-            self._turns = (loop, asyncio.Lock())
-        return self._turns[1]
 
     async def _take_listed(self, listed: Sequence[Stat], known: int) -> None:
         entries = {number: stat for stat in listed if (number := self._names.parse_entry(stat.name)) is not None}

@@ -30,6 +30,7 @@ from kvtier.tiers.objects.encryption import UnitEncryption
 from kvtier.tiers.objects.frame import HEADER_ALIGN, ForeignFrame, Frame, check_version, decode, header_bytes_of
 from kvtier.tiers.objects.hints import UnitHint
 from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
+from kvtier.tiers.objects.loop_thread import PerLoop
 from kvtier.tiers.objects.names import ObjectNames, fingerprint_of
 from kvtier.tiers.objects.payload_work import PayloadWork
 from kvtier.tiers.objects.pins import SharedPins
@@ -81,8 +82,8 @@ class ObjectStore:
         self._measured = Mono("-inf")
         self.foreign = 0  # times that a foreign object was met
         self._clock = clock
-        self.transfers = asyncio.Semaphore(limits.concurrency)
-        self._probes = asyncio.Semaphore(4 * limits.concurrency)
+        self.transfers = PerLoop(lambda: asyncio.Semaphore(limits.concurrency))
+        self._probes = PerLoop(lambda: asyncio.Semaphore(4 * limits.concurrency))
         stride_bytes = float(stride * block_bytes)
         self._read_rate = TokenBucket(clock, limits.read_rate, max(limits.read_rate / 10, stride_bytes))
         self.damaged: dict[BlockKey, str] = {}  # versions that the next write of this name replaces
@@ -160,7 +161,7 @@ class ObjectStore:
         for _ in range(2):
             raw = bytearray(header_bytes_of(len(keys)))
             try:
-                async with self._probes:
+                async with self._probes():
                     stat = await self.bucket.read(self.names.unit(keys[-1]), 0, [memoryview(raw)])
                 if stat is None:
                     self.index.drop(keys[-1])
@@ -181,7 +182,7 @@ class ObjectStore:
         ours. Changes neither bucket nor index. Raises TierError."""
         raw = bytearray(min(size, header_bytes_of(self.stride)))  # more blocks are another stride's
         with contextlib.suppress(CorruptError):
-            async with self._probes:
+            async with self._probes():
                 stat = await self.bucket.read(name, 0, [memoryview(raw)])
             if stat is None:
                 return None
@@ -311,7 +312,7 @@ class ObjectStore:
 
     async def _get(self, name: str, start: int, into: Sequence[memoryview], clipped: bool = False) -> Stat | None:
         await self._read_rate.take(sum(len(view) for view in into))
-        async with self.transfers:
+        async with self.transfers():
             return await self.bucket.read(name, start, into, clipped)
 
     async def _condemn(self, keys: Sequence[BlockKey], depth: int, etag: str | None) -> Miss:

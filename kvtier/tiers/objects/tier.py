@@ -162,6 +162,7 @@ class ObjectTier:
                 pass
             finally:
                 self._started, self._synced, self._retry_at = False, float("-inf"), float("-inf")
+                self._syncing = None
                 self._store.index.clear()
 
     async def _start_background(self) -> None:
