@@ -152,8 +152,12 @@ class Sweeper:
 
     async def _look(self, stat: Stat, now: Wall | None) -> None:
         """Delete an object that its present header, if it is authentic, shows to be dead, in that very version, but for
-        an expired one that an unread pin may hold; renew one that only a pin keeps, by a copy onto itself. One that
-        cannot be read is left to the next read of its name."""
+        an expired one that an unread pin may hold; renew one that only a pin keeps, by a copy onto itself. One that is
+        damaged is left to the next read of its name, one that cannot be had to the next walk: it stops none."""
+        with contextlib.suppress(TierError):
+            await self._judge(stat, now)
+
+    async def _judge(self, stat: Stat, now: Wall | None) -> None:
         entry = await self._store.inspect(stat.name, stat.size)
         if entry is None:
             return

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from kvtier.errors import TierError
 from kvtier.retention.pins import Pin
 from kvtier.testing import chain_of
 from kvtier.tiers.objects import deltas, sweep
@@ -116,6 +117,26 @@ async def test_a_replica_with_a_clock_behind_sweeps_nothing_alive() -> None:
     server.clock.advance(600)
     await behind.walk()
     assert server.strides() == 20, "to it they are from the future"
+
+
+async def test_an_object_that_cannot_be_read_stops_no_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one whose key the server's key store has disabled, among others that nobody has told of, and that live."""
+    server = VirtualServer()
+    writer, replica = Replica(server), Replica(server, seed=1)
+    for number in range(60):
+        await writer.write(chain_of(NS, S, seed=number), ttl=10 * DAY_S if number % 5 else 300)
+    server.clock.advance(1000)
+    denied = next(name for name in server.names if len(name.rpartition("/")[2]) == 64)
+    asked = replica.bucket._asked
+
+    async def refused(verb: str, name: str) -> None:
+        await asked(verb, name)
+        if verb == "get" and name == denied:
+            raise TierError("g4", "get", "AccessDenied")
+
+    monkeypatch.setattr(replica.bucket, "_asked", refused)
+    await replica.walk()
+    assert server.strides() in (48, 49)
 
 
 @pytest.mark.parametrize("ttl", [1000, 5000])
