@@ -120,7 +120,7 @@ async def test_a_replica_with_a_clock_behind_sweeps_nothing_alive() -> None:
 
 
 async def test_an_object_that_cannot_be_read_stops_no_walk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as one whose key the server's key store has disabled, among others that nobody has told of, and that live."""
+    """Such as one whose key the server's key store has disabled, among others that live and that no delta told of."""
     server = VirtualServer()
     writer, replica = Replica(server), Replica(server, seed=1)
     for number in range(60):
