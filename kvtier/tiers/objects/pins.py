@@ -62,6 +62,7 @@ class SharedPins:
         self._junk: dict[str, tuple[str, Wall]] = {}  # ETags of those that do not count, and until when
         self._failing: dict[str, Mono] = {}  # of those unread: since when they cannot be read
         self._written: dict[str, Mono] = {}  # when `put` wrote them
+        self._taken = Mono("-inf")  # when the listing began that was taken last
         self._reading = PerLoop(asyncio.Lock)
 
     @property
@@ -97,6 +98,9 @@ class SharedPins:
         """The pins that are among the listed objects, and no others, were in the bucket when the listing `began`: those
         that are new or changed are to be read. Those past the bounds on count and bytes do not count. What was `put`
         since then is newer than the list."""
+        if began < self._taken:
+            return  # a later listing ended first
+        self._taken = began
         found: dict[str, Stat] = {}
         total = 0
         self._written = {name: at for name, at in self._written.items() if at >= began}

@@ -213,6 +213,31 @@ async def test_a_pin_that_is_put_while_pins_are_listed_is_kept() -> None:
     assert [there.name for there in replica.store.pins.list()] == ["p"]
 
 
+async def test_a_listing_of_before_does_not_hide_a_pin() -> None:
+    """It ends late, as of a request that was tried again; the sweeper goes by the pins meanwhile."""
+    server = VirtualServer()
+    one, two = Replica(server), Replica(server, seed=1)
+    now = server.clock.wall()
+    listed, ending, answering = asyncio.Event(), asyncio.Event(), one.bucket._answering
+
+    async def held(verb: str, name: str) -> None:
+        await answering(verb, name)
+        if not listed.is_set():
+            listed.set()
+            await ending.wait()
+
+    one.bucket._answering = held  # type: ignore[method-assign]
+    late = asyncio.create_task(one.store.refresh())
+    await listed.wait()
+    await two.store.pins.put(Pin("p", tuple(chain_of(NS, S)), now, now + 1e4))
+    server.clock.advance(1)
+    await one.store.refresh()
+    await one.store.pins.settle()
+    ending.set()
+    await late
+    assert [pin.name for pin in one.store.pins.list()] == ["p"]
+
+
 def test_a_pin_that_was_extended_elsewhere_outlives_its_end_here(tmp_path: Path) -> None:
     """Each replica reads the others' pins every half minute only."""
     clock = VirtualClock()
