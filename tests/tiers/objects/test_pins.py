@@ -213,6 +213,24 @@ async def test_a_pin_that_is_put_while_pins_are_listed_is_kept() -> None:
     assert [there.name for there in replica.store.pins.list()] == ["p"]
 
 
+async def test_a_pin_is_swept_where_listings_have_etags_of_another_kind() -> None:
+    """Google's have those of the bytes, conditions name generations."""
+    server = VirtualServer()
+    one, two = Replica(server), Replica(server, seed=1)
+    page = two.bucket._page
+    two.bucket._page = lambda *where: [replace(stat, etag=f"of {stat.size} bytes") for stat in page(*where)]  # type: ignore[method-assign]
+    now = server.clock.wall()
+    await one.store.pins.put(Pin("p", tuple(chain_of(NS, S)), now, now + 100))
+    await two.store.refresh()
+    await two.store.pins.settle()
+    read = two.bucket.requests["get"]
+    server.clock.advance(5000)
+    await two.store.refresh()
+    assert two.store.pins.settled and two.bucket.requests["get"] == read, "it has not changed"
+    await two.store.pins.sweep(server.clock.wall())
+    assert server.under("pins") == []
+
+
 async def test_a_listing_of_before_does_not_hide_a_pin() -> None:
     """It ends late, as of a request that was tried again; the sweeper goes by the pins meanwhile."""
     server = VirtualServer()
