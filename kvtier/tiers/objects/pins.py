@@ -222,25 +222,31 @@ class SharedPins:
         etag = stat.etag if stat is not None else ""
         self._set({**self._known, name: _Known(etag, pin, etag)})
 
-    async def delete(self, name: str, only: Pin | None = None) -> bool:
-        """Whether there was such a pin, which is gone; `only` this one, if it is still that in the bucket. Raises
-        TierError."""
+    async def delete(self, name: str) -> bool:
+        """Whether there was such a pin, which is gone. Raises TierError."""
         place = self._name(name)
         await self.settle()
         there = place in self._known
-        if only is None:
-            await self._bucket.delete(place)
-        else:
-            stat = await self._bucket.head(place)
-            read = await self._read(stat) if stat is not None else None
-            if read is None or replace(read.pin, position=only.position) != only:
-                return False
-            there = await self._bucket.delete(place, read.etag)
-            if not there:
-                return False
+        await self._bucket.delete(place)
+        self._forget(place)
+        return there
+
+    async def delete_ended(self, pin: Pin, now: Wall | None) -> bool:
+        """Delete this pin, if it is still that in the bucket, and is over for everybody: purged, or ended by `now`, by
+        all evidence (None: none). Whether it was deleted. Raises TierError."""
+        place = self._name(pin.name)
+        stat = await self._bucket.head(place)
+        read = await self._read(stat) if stat is not None else None
+        if read is None or replace(read.pin, position=pin.position) != pin:
+            return False
+        if not self._is_over(read.pin, now) or not await self._bucket.delete(place, read.etag):
+            return False
+        self._forget(place)
+        return True
+
+    def _forget(self, place: str) -> None:
         self._written.pop(place, None)
         self._set({at: known for at, known in self._known.items() if at != place})
-        return there
 
     async def purge(self) -> None:
         """Delete the pins of purged tenants that were made before the purge. Raises TierError."""
@@ -250,12 +256,15 @@ class SharedPins:
     def _is_purged(self, pin: Pin) -> bool:
         return self._purges.covers(scope_of_key(pin.chain[0]), pin.position)
 
+    def _is_over(self, pin: Pin, now: Wall | None) -> bool:
+        return self._is_purged(pin) or (now is not None and pin.until <= now)
+
     async def sweep(self, now: Wall | None) -> int:
         """Delete pins that had ended at `now` by all evidence (None: none), but for those that the last listing shows
         to have changed; returns how many. Raises TierError."""
         if now is None:
             return 0
-        return await self._drop(lambda at, pin: at not in self._unread and (pin.until <= now or self._is_purged(pin)))
+        return await self._drop(lambda at, pin: at not in self._unread and self._is_over(pin, now))
 
     async def _drop(self, over: Callable[[str, Pin], bool]) -> int:
         """Delete those known that are over, in the versions that are known: a pin may be put anew at any time."""

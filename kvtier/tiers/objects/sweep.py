@@ -88,7 +88,7 @@ class Sweeper:
         page = await first_page(self._store.bucket, names.units, self._cursor)
         work = [stat for stat in page if names.is_unit(stat.name) and self._doubtful(stat)]
         before = self.swept.objects
-        now = await self._deletion_time() if work else None
+        now = await self.deletion_time() if work else None
         for start in range(0, min(len(work), headers_max), AT_ONCE):
             some = work[start : min(start + AT_ONCE, headers_max)]
             await asyncio.gather(*(self._look(stat, now) for stat in some))
@@ -108,9 +108,9 @@ class Sweeper:
         """Delete old deltas, and pins that have ended for everybody. Raises TierError."""
         await self._store.refresh()  # with an old list a pin that was put anew since would be deleted
         if self._store.pins:
-            await self._store.pins.sweep(await self._deletion_time())
+            await self._store.pins.sweep(await self.deletion_time())
         if await self._store.deltas.any_old():
-            await self._store.deltas.sweep(await self._deletion_time())
+            await self._store.deltas.sweep(await self.deletion_time())
 
     def about(self, seconds: float) -> float:
         """Half to one and a half of it, another time each time: a fleet that started together falls apart."""
@@ -125,8 +125,9 @@ class Sweeper:
         known = self._store.index.sample(self._random)
         return f"{names.scope(known.scope)}{self._random.randrange(256):02x}/" if known is not None else ""
 
-    async def _deletion_time(self) -> Wall | None:
-        """Objects that were dead at this time are so by all evidence; None: there is no telling now."""
+    async def deletion_time(self) -> Wall | None:
+        """Objects that were dead at this time are so by all evidence; None: there is no telling now. Raises
+        TierError."""
         now = deletion_time(self._clock)
         if now is None:
             return None
