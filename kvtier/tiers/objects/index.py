@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from kvtier.identity.keys import BlockKey
+from kvtier.identity.keys import SCOPE_BYTES, BlockKey, Scope, scope_of_key
 from kvtier.retention.lifetime import Lifetime
 from kvtier.tiers.objects.frame import Frame
 from kvtier.tiers.objects.hints import HINTS_MAX, WALK_MAX, UnitHint, UnitHints, prints_of
@@ -162,10 +162,14 @@ class ObjectIndex:
             return self._hints.sample(rng)
 
     def holding(self, keys: Iterable[BlockKey]) -> list[ObjectEntry]:
-        """All entries that hold any of `keys`. Searches all of them: for administration."""
-        wanted = set(keys)
+        """All entries that hold any of `keys`. Searches all of them, beside lookups: for administration."""
+        wanted: dict[Scope, set[bytes]] = {}
+        for key in keys:
+            wanted.setdefault(scope_of_key(key), set()).add(key[SCOPE_BYTES:])
         with self._lock:
-            return [entry for entry in self._by_last.values() if not wanted.isdisjoint(entry.frame.keys)]
+            entries = list(self._by_last.values())
+        frames = ((entry, wanted.get(entry.frame.scope)) for entry in entries)
+        return [entry for entry, hashes in frames if hashes and not hashes.isdisjoint(entry.frame.hashes)]
 
     def touch(self, keys: Iterable[BlockKey], wall_s: Wall) -> None:
         """Objects whose last block is among `keys` were used, with all their blocks: chains are used from their heads

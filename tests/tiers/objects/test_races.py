@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -239,3 +240,30 @@ async def test_a_use_in_a_delta_by_a_clock_that_is_ahead_is_not_learnt() -> None
     await one.store.deltas.publish()
     await two.store.deltas.poll()
     assert two.store.deltas.received == 0
+
+
+async def test_an_eviction_by_keys_searches_the_index_beside_lookups() -> None:
+    replica = Replica(VirtualServer())
+    first, second = chain_of(NS, S, seed=1), chain_of(NS, S, seed=2)
+    for chain in (first, second):
+        await replica.write(chain)
+    index = replica.store.index
+
+    searching = False
+
+    class Watched(tuple[bytes, ...]):
+        def __iter__(self) -> Iterator[bytes]:
+            assert not searching or not index._lock.locked()
+            return super().__iter__()
+
+        def __getitem__(self, at: Any) -> Any:
+            assert not searching or not index._lock.locked()
+            return super().__getitem__(at)
+
+    for chain in (first, second):
+        entry = index.get(chain[-1])
+        assert entry is not None
+        index.put(replace(entry, frame=replace(entry.frame, hashes=Watched(entry.frame.hashes))))
+    searching = True
+    assert [entry.last for entry in index.holding(second[1:2])] == [second[-1]]
+    assert index.holding(chain_of(NS, S, seed=3)) == []
