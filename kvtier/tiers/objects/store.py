@@ -157,8 +157,9 @@ class ObjectStore:
 
     async def header(self, keys: Sequence[BlockKey], depth: int) -> ObjectEntry | None:
         """`probe`, which raises ForeignFrame for a foreign object."""
-        stat: Stat | None = None
+        failed: list[str | None] = []  # versions, None: not told
         for _ in range(2):
+            stat: Stat | None = None
             raw = bytearray(header_bytes_of(len(keys)))
             try:
                 async with self._probes():
@@ -171,10 +172,11 @@ class ObjectStore:
                 other.etag = stat.etag if stat is not None else ""
                 raise
             except CorruptError:
+                failed.append(stat.etag if stat is not None else None)
                 continue
             self.index.put(entry)
             return entry
-        await self._condemn(keys, depth, stat.etag if stat is not None else None)
+        await self._condemn(keys, depth, failed[0] if failed[0] == failed[1] else None)
         return None
 
     async def inspect(self, name: str, size: int) -> ObjectEntry | None:
@@ -344,6 +346,9 @@ class ObjectStore:
         try:
             if raw and await self.bucket.read(name, 0, [memoryview(raw)]) is None:
                 return None
+        except CorruptError:
+            return None  # another object by now, or the server contradicts itself: its bytes were not seen
+        try:
             check_version(memoryview(raw))
             if there.size >= HEADER_ALIGN or self._keyring.trusted:  # less is no whole frame of any stride
                 self._checked(decode(memoryview(raw), self._keyring), there, keys, depth)
