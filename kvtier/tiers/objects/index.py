@@ -14,6 +14,7 @@ from itertools import islice
 
 from kvtier.identity.keys import SCOPE_BYTES, BlockKey, Scope, scope_of_key
 from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import Depth
 from kvtier.tiers.objects.frame import Frame
 from kvtier.tiers.objects.hints import HINTS_MAX, WALK_MAX, UnitHint, UnitHints, prints_of
 from kvtier.tiers.protocol import Miss
@@ -78,6 +79,7 @@ class ObjectIndex:
         block."""
         self._stride = stride
         self._hints = UnitHints(stride, fingerprint, hints_max)
+        self._fingerprint = fingerprint
         self._lock = threading.Lock()
         self._entries_max = min(entries_max, 16 * ENTRIES_MAX // stride)
         self._by_last: OrderedDict[BlockKey, ObjectEntry] = OrderedDict()
@@ -105,10 +107,17 @@ class ObjectIndex:
                 self._unrecorded.discard(oldest)
 
     def learn(self, hint: UnitHint) -> bool:
-        """Add what another replica tells of an object, unless it is known; whether it was not."""
+        """Add what another replica tells of an object, unless one that lives as long is known; whether it was added.
+        What was written anew, since it had expired or was purged, takes the place of what is known."""
         with self._lock:
-            if self._hints.knows(hint.last):
-                return False
+            known = self._by_last.get(hint.last) or self._hints.named(self._fingerprint(hint.last))
+            if known is not None:
+                position = known.position if isinstance(known, UnitHint) else known.frame.position
+                before, now = (position, known.life.ends(Depth.G4)), (hint.position, hint.life.ends(Depth.G4))
+                if before == now or before[0] > now[0] or before[1] > now[1]:
+                    return False
+                self._remove(hint.last)
+                self._unrecorded.discard(hint.last)
             self._hints.put(hint)
             self._absent.pop(hint.last, None)
             return True
