@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from kvtier.clock import Clock
 from kvtier.errors import TierError
 from kvtier.supervisor import Service, Supervisor
+from kvtier.tiers.objects.loop_thread import PerLoop
 from kvtier.tiers.objects.store import ObjectStore
 from kvtier.tiers.objects.sweep import Sweeper
 from kvtier.times import Mono
@@ -28,20 +29,20 @@ class _Chore:
 
     def __init__(self, work: Callable[[], Awaitable[None]]) -> None:
         self._work = work
-        self._asked = asyncio.Event()
+        self._asked = PerLoop(asyncio.Event)
         self.done: asyncio.Future[None] | None = None
 
     def ask(self) -> None:
         """Have it done soon, unless it is being done."""
         if self.done is None or self.done.done():
             self.done = asyncio.get_running_loop().create_future()
-            self._asked.set()
+            self._asked().set()
 
     async def run(self) -> None:
         """For ever. The bucket's failures end one time; any other error is raised."""
         while True:
-            await self._asked.wait()
-            self._asked.clear()
+            await self._asked().wait()
+            self._asked().clear()
             try:
                 async with asyncio.timeout(TASK_S):
                     await self._work()

@@ -19,8 +19,7 @@ from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
 from kvtier.keyring import Keyring
 from kvtier.retention.lifetime import FUTURE_S
-from kvtier.retention.trusted_clock import deletion_time
-from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Bucket, Stat
+from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Bucket, Stat, first_page
 from kvtier.tiers.objects.catalogue import Catalogue, stamp_us, window_of
 from kvtier.tiers.objects.delta_format import encode, join, parse
 from kvtier.tiers.objects.hints import UnitHint
@@ -279,10 +278,15 @@ class Deltas:
         except (TierError, CorruptError):
             pass  # probes find its objects
 
-    async def sweep(self) -> int:
-        """Delete all deltas older than KEEP_S, and those older than MERGED_KEEP_S whose window was merged; what is left
-        after SWEEP_MAX_S is for the next time. Returns how many. Raises TierError."""
-        now = deletion_time(self._clock)
+    async def any_old(self) -> bool:
+        """Whether `sweep` may have something to delete, by this replica's clock. Raises TierError."""
+        page = await first_page(self._bucket, self._names.deltas)
+        return bool(page) and stamp_us(page[0].name) < (self._clock.wall() - MERGED_KEEP_S - OVERLAP_S) * 1e6
+
+    async def sweep(self, now: Wall | None) -> int:
+        """Delete all deltas that were older than KEEP_S at `now` by all evidence (None: none), and those older than
+        MERGED_KEEP_S whose window was merged; what is left after SWEEP_MAX_S is for the next time. Returns how many.
+        Raises TierError."""
         if now is None:
             return 0
         limit_us, merged_us = ((now - keep - OVERLAP_S) * 1e6 for keep in (KEEP_S, MERGED_KEEP_S))

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from kvtier.identity.keys import BlockKey
+from kvtier.identity.keys import SCOPE_BYTES, BlockKey, Scope, scope_of_key
 from kvtier.retention.lifetime import Lifetime
+from kvtier.retention.terms import Depth
 from kvtier.tiers.objects.frame import Frame
 from kvtier.tiers.objects.hints import HINTS_MAX, WALK_MAX, UnitHint, UnitHints, prints_of
 from kvtier.tiers.protocol import Miss
@@ -78,6 +79,7 @@ class ObjectIndex:
         block."""
         self._stride = stride
         self._hints = UnitHints(stride, fingerprint, hints_max)
+        self._fingerprint = fingerprint
         self._lock = threading.Lock()
         self._entries_max = min(entries_max, 16 * ENTRIES_MAX // stride)
         self._by_last: OrderedDict[BlockKey, ObjectEntry] = OrderedDict()
@@ -105,10 +107,17 @@ class ObjectIndex:
                 self._unrecorded.discard(oldest)
 
     def learn(self, hint: UnitHint) -> bool:
-        """Add what another replica tells of an object, unless it is known; whether it was not."""
+        """Add what another replica tells of an object, unless one that lives as long is known; whether it was added.
+        What was written anew, since it had expired or was purged, takes the place of what is known."""
         with self._lock:
-            if self._hints.knows(hint.last):
-                return False
+            known = self._by_last.get(hint.last) or self._hints.named(self._fingerprint(hint.last))
+            if known is not None:
+                position = known.position if isinstance(known, UnitHint) else known.frame.position
+                before, now = (position, known.life.ends(Depth.G4)), (hint.position, hint.life.ends(Depth.G4))
+                if before == now or before[0] > now[0] or before[1] > now[1]:
+                    return False
+                self._remove(hint.last)
+                self._unrecorded.discard(hint.last)
             self._hints.put(hint)
             self._absent.pop(hint.last, None)
             return True
@@ -162,10 +171,14 @@ class ObjectIndex:
             return self._hints.sample(rng)
 
     def holding(self, keys: Iterable[BlockKey]) -> list[ObjectEntry]:
-        """All entries that hold any of `keys`. Searches all of them: for administration."""
-        wanted = set(keys)
+        """All entries that hold any of `keys`. Searches all of them, beside lookups: for administration."""
+        wanted: dict[Scope, set[bytes]] = {}
+        for key in keys:
+            wanted.setdefault(scope_of_key(key), set()).add(key[SCOPE_BYTES:])
         with self._lock:
-            return [entry for entry in self._by_last.values() if not wanted.isdisjoint(entry.frame.keys)]
+            entries = list(self._by_last.values())
+        frames = ((entry, wanted.get(entry.frame.scope)) for entry in entries)
+        return [entry for entry, hashes in frames if hashes and not hashes.isdisjoint(entry.frame.hashes)]
 
     def touch(self, keys: Iterable[BlockKey], wall_s: Wall) -> None:
         """Objects whose last block is among `keys` were used, with all their blocks: chains are used from their heads

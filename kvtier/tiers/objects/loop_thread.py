@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from kvtier.errors import ClosedError, KVTierError, TierError
 from kvtier.supervisor import abandon, soon
@@ -19,6 +19,21 @@ T = TypeVar("T")
 
 _UNWIND_S = 0.05
 """Time that tasks have to undo their work which began while the others were ended."""
+
+
+class PerLoop(Generic[T]):
+    """A lock, event or semaphore of the loop that runs: asyncio's belong for ever to the loop on which somebody first
+    waited, and a tier that is opened again has another one."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made: tuple[asyncio.AbstractEventLoop, T] | None = None
+
+    def __call__(self) -> T:
+        loop = asyncio.get_running_loop()
+        if self._made is None or self._made[0] is not loop:
+            self._made = (loop, self._make())
+        return self._made[1]
 
 
 class LoopThread:

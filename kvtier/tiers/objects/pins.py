@@ -13,6 +13,7 @@ import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError, InvalidRequest, TierError
@@ -23,6 +24,7 @@ from kvtier.retention.pins import PINS_MAX, Pin
 from kvtier.tiers.objects.bucket.protocol import Bucket, Stat
 from kvtier.tiers.objects.hints import UnitHint, seeming
 from kvtier.tiers.objects.index import ObjectEntry
+from kvtier.tiers.objects.loop_thread import PerLoop
 from kvtier.tiers.objects.names import ObjectNames
 from kvtier.tiers.objects.purge_log import TenantLog
 from kvtier.tiers.objects.signed import Signer
@@ -43,6 +45,15 @@ UNREADABLE_S = 24 * 3600.0
 """For so long the sweep spares what a pin may hold that cannot be read."""
 
 
+class _Known(NamedTuple):
+    """A pin that was read. `listed`: the ETag that a listing had for it, of another kind on some servers than `etag`,
+    that of the version that was read."""
+
+    listed: str
+    pin: Pin
+    etag: str
+
+
 class SharedPins:
     """The namespace's pins, as last read."""
 
@@ -52,7 +63,7 @@ class SharedPins:
         self._signer = signer
         self._names = names
         self._clock = clock
-        self._known: dict[str, tuple[str, Pin]] = {}
+        self._known: dict[str, _Known] = {}
         self._until: dict[BlockKey, Wall] = {}
         self._ends: dict[BlockKey, Wall] = {}
         self._seeming: dict[bytes, Wall] = {}  # the same, as hints know them
@@ -61,7 +72,8 @@ class SharedPins:
         self._junk: dict[str, tuple[str, Wall]] = {}  # ETags of those that do not count, and until when
         self._failing: dict[str, Mono] = {}  # of those unread: since when they cannot be read
         self._written: dict[str, Mono] = {}  # when `put` wrote them
-        self._reading = asyncio.Lock()
+        self._taken = Mono("-inf")  # when the listing began that was taken last
+        self._reading = PerLoop(asyncio.Lock)
 
     @property
     def settled(self) -> bool:
@@ -89,13 +101,17 @@ class SharedPins:
     def list(self) -> list[Pin]:
         """The pins that have not ended, by name."""
         now = self._clock.wall()
-        alive = (pin for _, pin in self._known.values() if pin.until > now and not self._is_purged(pin))
+        pins = (known.pin for known in self._known.values())
+        alive = (pin for pin in pins if pin.until > now and not self._is_purged(pin))
         return sorted(alive, key=lambda pin: pin.name)
 
     def take(self, listed: Sequence[Stat], began: Mono) -> None:
         """The pins that are among the listed objects, and no others, were in the bucket when the listing `began`: those
         that are new or changed are to be read. Those past the bounds on count and bytes do not count. What was `put`
         since then is newer than the list."""
+        if began < self._taken:
+            return  # a later listing ended first
+        self._taken = began
         found: dict[str, Stat] = {}
         total = 0
         self._written = {name: at for name, at in self._written.items() if at >= began}
@@ -108,7 +124,7 @@ class SharedPins:
         unread = {
             name: stat for name, stat in found.items() if name not in self._written and not self._same(name, stat)
         }
-        ended = {name for name, (_, pin) in self._known.items() if self._is_purged(pin)}
+        ended = {name for name, known in self._known.items() if self._is_purged(known.pin)}
         there = found.keys() | self._written.keys()
         if self._known.keys() - there or ended != self._ended:
             self._set({name: known for name, known in self._known.items() if name in there})
@@ -118,7 +134,7 @@ class SharedPins:
 
     def _same(self, name: str, stat: Stat) -> bool:
         known = self._known.get(name)
-        if known is not None and known[0] == stat.etag != "":
+        if known is not None and known.listed == stat.etag != "":
             return True
         etag, until = self._junk.get(name, ("", 0.0))
         return etag == stat.etag != "" and self._clock.wall() < until
@@ -127,7 +143,7 @@ class SharedPins:
         """Read what is unread, each once, READS_AT_ONCE at once; what was read stays read, however this ends. One that
         is no pin does not count until it changes. Raises TierError, when the others have been read."""
         failed: BaseException | None = None
-        async with self._reading:
+        async with self._reading():
             tried: set[Stat] = set()
             while some := [stat for stat in self._unread.values() if stat not in tried][:READS_AT_ONCE]:
                 tried.update(some)
@@ -138,7 +154,7 @@ class SharedPins:
 
     async def _settle_one(self, stat: Stat) -> None:
         try:
-            pin = await self._read(stat)
+            read = await self._read(stat)
         except TierError:
             self._failing.setdefault(stat.name, self._clock.monotonic())
             raise
@@ -147,36 +163,38 @@ class SharedPins:
         del self._unread[stat.name]
         self._failing.pop(stat.name, None)
         self._junk.pop(stat.name, None)
-        if pin is None or not self._possible(pin):
+        if read is None or not self._possible(read.pin):
             # One from the future may be right when our own clock is.
-            until = Wall(math.inf) if pin is None else Wall(self._clock.wall() + FUTURE_S)
-            self._junk[stat.name], pin = (stat.etag, until), None
+            until = Wall(math.inf) if read is None else Wall(self._clock.wall() + FUTURE_S)
+            self._junk[stat.name], read = (stat.etag, until), None
         old = self._known.pop(stat.name, None)
-        if pin is not None:
-            self._known[stat.name] = (stat.etag, pin)
+        if read is not None:
+            self._known[stat.name] = read
         if old is not None:
             self._set(self._known)
-        elif pin is not None:
-            self._cover(stat.name, pin)
+        elif read is not None:
+            self._cover(stat.name, read.pin)
 
-    async def _read(self, stat: Stat) -> Pin | None:
+    async def _read(self, stat: Stat) -> _Known | None:
         raw = bytearray(stat.size)
         try:
-            if await self._bucket.read(stat.name, 0, [memoryview(raw)]) is None:
+            there = await self._bucket.read(stat.name, 0, [memoryview(raw)])
+            if there is None:
                 return None
             pins = codec.decode(self._signer.open(stat.name, raw))
         except CorruptError:
             return None
-        return pins[0] if len(pins) == 1 and self._name(pins[0].name) == stat.name else None
+        fits = len(pins) == 1 and self._name(pins[0].name) == stat.name
+        return _Known(stat.etag, pins[0], there.etag) if fits else None
 
     def _possible(self, pin: Pin) -> bool:
         """Whether a replica whose clock is right can have made it."""
         return 0 <= pin.created <= self._clock.wall() + FUTURE_S and pin.until - pin.created <= PIN_S_MAX
 
-    def _set(self, known: dict[str, tuple[str, Pin]]) -> None:
+    def _set(self, known: dict[str, _Known]) -> None:
         self._known, self._until, self._ends, self._seeming, self._ended = known, {}, {}, {}, set()
-        for name, (_, pin) in known.items():
-            self._cover(name, pin)
+        for name, each in known.items():
+            self._cover(name, each.pin)
 
     def _cover(self, name: str, pin: Pin) -> None:
         if self._is_purged(pin):
@@ -201,25 +219,34 @@ class SharedPins:
         stat = await self._bucket.replace(name, raw, self._clock.wall(), None)
         self._unread.pop(name, None)
         self._written[name] = self._clock.monotonic()
-        self._set({**self._known, name: (stat.etag if stat is not None else "", pin)})
+        etag = stat.etag if stat is not None else ""
+        self._set({**self._known, name: _Known(etag, pin, etag)})
 
-    async def delete(self, name: str, only: Pin | None = None) -> bool:
-        """Whether there was such a pin, which is gone; `only` this one, if it is still that in the bucket. Raises
-        TierError."""
+    async def delete(self, name: str) -> bool:
+        """Whether there was such a pin, which is gone. Raises TierError."""
         place = self._name(name)
         await self.settle()
         there = place in self._known
-        if only is None:
-            await self._bucket.delete(place)
-        else:
-            stat = await self._bucket.head(place)
-            pin = await self._read(stat) if stat is not None else None
-            there = pin is not None and replace(pin, position=only.position) == only
-            if stat is None or not there or not await self._bucket.delete(place, stat.etag):
-                return False
+        await self._bucket.delete(place)
+        self._forget(place)
+        return there
+
+    async def delete_ended(self, pin: Pin, now: Wall | None) -> bool:
+        """Delete this pin, if it is still that in the bucket, and is over for everybody: purged, or ended by `now`, by
+        all evidence (None: none). Whether it was deleted. Raises TierError."""
+        place = self._name(pin.name)
+        stat = await self._bucket.head(place)
+        read = await self._read(stat) if stat is not None else None
+        if read is None or replace(read.pin, position=pin.position) != pin:
+            return False
+        if not self._is_over(read.pin, now) or not await self._bucket.delete(place, read.etag):
+            return False
+        self._forget(place)
+        return True
+
+    def _forget(self, place: str) -> None:
         self._written.pop(place, None)
         self._set({at: known for at, known in self._known.items() if at != place})
-        return there
 
     async def purge(self) -> None:
         """Delete the pins of purged tenants that were made before the purge. Raises TierError."""
@@ -229,20 +256,23 @@ class SharedPins:
     def _is_purged(self, pin: Pin) -> bool:
         return self._purges.covers(scope_of_key(pin.chain[0]), pin.position)
 
+    def _is_over(self, pin: Pin, now: Wall | None) -> bool:
+        return self._is_purged(pin) or (now is not None and pin.until <= now)
+
     async def sweep(self, now: Wall | None) -> int:
         """Delete pins that had ended at `now` by all evidence (None: none), but for those that the last listing shows
         to have changed; returns how many. Raises TierError."""
         if now is None:
             return 0
-        return await self._drop(lambda at, pin: at not in self._unread and (pin.until <= now or self._is_purged(pin)))
+        return await self._drop(lambda at, pin: at not in self._unread and self._is_over(pin, now))
 
     async def _drop(self, over: Callable[[str, Pin], bool]) -> int:
         """Delete those known that are over, in the versions that are known: a pin may be put anew at any time."""
-        versions = [(at, etag) for at, (etag, pin) in self._known.items() if over(at, pin)]
+        versions = [(at, known.etag) for at, known in self._known.items() if over(at, known.pin)]
         for start in range(0, len(versions), READS_AT_ONCE):
             some = versions[start : start + READS_AT_ONCE]
             await asyncio.gather(*(self._bucket.delete(*version) for version in some))
-            self._set({at: known for at, known in self._known.items() if (at, known[0]) not in some})
+            self._set({at: known for at, known in self._known.items() if (at, known.etag) not in some})
         return len(versions)
 
     def _name(self, name: str) -> str:

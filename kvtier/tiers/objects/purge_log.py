@@ -34,7 +34,8 @@ from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
 from kvtier.identity.keys import SCOPE_BYTES, TENANT_BYTES, Scope, tenant_of
 from kvtier.retention.marks import mark_below
-from kvtier.tiers.objects.bucket.protocol import TIER, Bucket, Stat
+from kvtier.tiers.objects.bucket.protocol import TIER, Bucket, Stat, first_page
+from kvtier.tiers.objects.loop_thread import PerLoop
 from kvtier.tiers.objects.names import ObjectNames
 from kvtier.tiers.objects.signed import Signer
 from kvtier.times import Mono, Wall
@@ -92,7 +93,7 @@ class TenantLog:
         self._etag = ""  # of the last entry, as a listing gave it
         self._snapshot = 0  # number of the latest snapshot
         self._remembered: tuple[int, bytes] | None = None  # of an earlier process, to be found in the log
-        self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+        self._turn = PerLoop(asyncio.Lock)  # one reads or writes at a time
         self.position = 0
         """Number of the last entry that was read."""
         self.read_at = Mono("-inf")
@@ -154,13 +155,6 @@ class TenantLog:
         async with self._turn():
             await self._take_listed(listed, known)
 
-    def _turn(self) -> asyncio.Lock:
-        """One reads or writes at a time. A tier that is opened again has another loop."""
-        loop = asyncio.get_running_loop()
-        if self._turns is None or self._turns[0] is not loop:
-            self._turns = (loop, asyncio.Lock())
-        return self._turns[1]
-
     async def _take_listed(self, listed: Sequence[Stat], known: int) -> None:
         entries = {number: stat for stat in listed if (number := self._names.parse_entry(stat.name)) is not None}
         try:
@@ -219,12 +213,15 @@ class TenantLog:
             raise LogBroken(str(error)) from None
         return None if there is None else bytes(raw)
 
-    def _apply(self, number: int, raw: bytes) -> None:
+    def _opened(self, number: int, raw: bytes) -> tuple[bytes, int, dict[Scope, int]]:
+        """See `decode`. Raises LogBroken for what no replica wrote."""
         try:
-            body = self._signer.open(self._names.entry(number), raw)
-            before, floor, tenants = decode(body, number)
+            return decode(self._signer.open(self._names.entry(number), raw), number)
         except CorruptError as error:
             raise LogBroken(f"entry {number}: {error}") from None
+
+    def _apply(self, number: int, raw: bytes) -> None:
+        before, floor, tenants = self._opened(number, raw)
         snapshot = list(tenants.values()) != [number]
         if number == self.position + 1:
             if before != self._digest:
@@ -273,20 +270,47 @@ class TenantLog:
             floor, rows = content(number)
             raw = self._signer.sign(self._names.entry(number), encode(number, self._digest, floor, rows))
             stat = await self._bucket.create(self._names.entry(number), raw, self._clock.wall())
+            entry, etag = bytes(raw), stat.etag if stat is not None else ""
+            if stat is None:
+                # Somebody else's, or ours, created by a request whose answer was lost. An earlier purge of the same
+                # tenant looks the same and does not cover what was written since: another entry is written.
+                there = await self._bucket.head(self._names.entry(number))
+                if there is None:
+                    raise LogBroken(f"entry {number} is taken, and gone")
+                theirs = await self._read(there)
+                if theirs is None:
+                    continue
+                entry, etag = theirs, there.etag
+            if not await self._goes_on(number, entry):
+                await self._bucket.delete(self._names.entry(number), etag)
+                await self._catch_up()
+                continue
+            self._apply(number, entry)
+            self._etag = etag
             if stat is not None:
-                self._apply(number, bytes(raw))
-                self._etag = stat.etag
                 return number
-            # Somebody else's, or ours, created by a request whose answer was lost. An earlier purge of the same tenant
-            # looks the same and does not cover what was written since: in either case another entry is written.
-            there = await self._bucket.head(self._names.entry(number))
-            if there is None:
-                raise LogBroken(f"entry {number} is taken, and gone")
-            theirs = await self._read(there)
-            if theirs is not None:
-                self._apply(number, theirs)
-                self._etag = there.etag
         raise TierError(TIER, "purge log", f"{APPENDS_MAX} others were faster")
+
+    async def _goes_on(self, number: int, raw: bytes) -> bool:
+        """Whether this entry is the log's last, or the next one follows it. If not, its number was free for whoever had
+        not read on for long: a snapshot stands for the entries there. Nobody reads it but who begins there, and to them
+        the log is broken. Raises LogBroken for an entry that no replica wrote."""
+        self._opened(number, raw)
+        behind = await first_page(self._bucket, self._names.log, self._names.entry(number))
+        numbers = [at for stat in behind if (at := self._names.parse_entry(stat.name)) is not None]
+        if number + 1 not in numbers:
+            return not numbers
+        there = await self._bucket.head(self._names.entry(number + 1))
+        next_one = await self._read(there) if there is not None else None
+        if next_one is None:
+            raise TierError(TIER, "purge log", f"entry {number + 1} is gone since it was listed")
+        return self._opened(number + 1, next_one)[0] == digest_of([raw])
+
+    async def _catch_up(self) -> None:
+        """Read the entries that are new."""
+        known = self.position
+        listed = [stat async for page in self._bucket.list(self._names.log, self.after) for stat in page]
+        await self._take_listed(listed, known)
 
     async def _write_snapshot(self) -> None:
         """All that is in force as one entry; then entries before the snapshot before it go."""

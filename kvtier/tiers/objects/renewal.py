@@ -15,6 +15,7 @@ from kvtier.retention.terms import Depth
 from kvtier.tiers.objects.bucket.protocol import Stat
 from kvtier.tiers.objects.bucket.retry import RetryingBucket
 from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
+from kvtier.tiers.objects.loop_thread import PerLoop
 from kvtier.tiers.objects.names import ObjectNames
 from kvtier.tiers.objects.payload_work import PayloadWork
 from kvtier.tiers.objects.uses import UseProofs
@@ -42,7 +43,7 @@ class Renewer:
         self._index = index
         self.renewed = 0
         self._clock = clock
-        self._renewals = asyncio.Semaphore(RENEWALS)
+        self._renewals = PerLoop(lambda: asyncio.Semaphore(RENEWALS))
 
     async def record_use(self, entry: ObjectEntry) -> None:
         """The object was stored again: that is a use, recorded in the bucket now or later."""
@@ -80,7 +81,7 @@ class Renewer:
             # Whoever reads header and use cannot tell which stamps had died before it.
             if Lifetime(used, entry.frame.life.stamps).ends(Depth.G4) > life.ends(Depth.G4):
                 entry, copies = replace(entry, life=life, frame=replace(entry.frame, life=life)), False
-        async with self._renewals:
+        async with self._renewals():
             try:
                 stat = await (self._copy(entry, used) if copies else self._rewrite(entry, used))
             except UnknownKey:

@@ -30,6 +30,7 @@ from kvtier.tiers.objects.encryption import UnitEncryption
 from kvtier.tiers.objects.frame import HEADER_ALIGN, ForeignFrame, Frame, check_version, decode, header_bytes_of
 from kvtier.tiers.objects.hints import UnitHint
 from kvtier.tiers.objects.index import ObjectEntry, ObjectIndex
+from kvtier.tiers.objects.loop_thread import PerLoop
 from kvtier.tiers.objects.names import ObjectNames, fingerprint_of
 from kvtier.tiers.objects.payload_work import PayloadWork
 from kvtier.tiers.objects.pins import SharedPins
@@ -40,7 +41,7 @@ from kvtier.tiers.objects.strides import runs
 from kvtier.tiers.objects.uses import UseProofs
 from kvtier.tiers.protocol import Loaded, Miss, Pieces, Target
 from kvtier.tiers.rate_limiter import TokenBucket
-from kvtier.times import Wall
+from kvtier.times import Mono, Wall
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,9 @@ ABSENT_S = 5.0
 """For how long a probe that found nothing to serve is not repeated."""
 
 READS_MAX = 3
+
+MEASURE_S = 600.0
+"""Between two comparisons of this replica's clock with the server's."""
 
 
 class ObjectStore:
@@ -74,11 +78,12 @@ class ObjectStore:
         self._keyring = keyring
         self._proofs = UseProofs(keyring, names.root)
         self.block_bytes = block_bytes
-        self.ahead_s = 0.0  # how far our clock is ahead of the server's, as last measured
+        self.ahead_s = 0.0  # how far our clock is ahead of the server's, behind it below 0; as last measured
+        self._measured = Mono("-inf")
         self.foreign = 0  # times that a foreign object was met
         self._clock = clock
-        self.transfers = asyncio.Semaphore(limits.concurrency)
-        self._probes = asyncio.Semaphore(4 * limits.concurrency)
+        self.transfers = PerLoop(lambda: asyncio.Semaphore(limits.concurrency))
+        self._probes = PerLoop(lambda: asyncio.Semaphore(4 * limits.concurrency))
         stride_bytes = float(stride * block_bytes)
         self._read_rate = TokenBucket(clock, limits.read_rate, max(limits.read_rate / 10, stride_bytes))
         self.damaged: dict[BlockKey, str] = {}  # versions that the next write of this name replaces
@@ -111,6 +116,12 @@ class ObjectStore:
         await self.purges.take(purges, known)
         self.purges.read_at = began
         self.pins.take(pins, began)
+
+    async def measure_clock(self) -> None:
+        """Have `ahead_s` tell of now, or of MEASURE_S ago at most. Raises TierError."""
+        if self._clock.monotonic() - self._measured > MEASURE_S:
+            self.ahead_s = await self.deltas.measure_skew() or 0.0
+            self._measured = self._clock.monotonic()
 
     async def settled_miss_of(self, entry: ObjectEntry) -> Miss | None:
         """`miss_of` now; an object that seems expired waits for the pins that are not read yet."""
@@ -146,11 +157,12 @@ class ObjectStore:
 
     async def header(self, keys: Sequence[BlockKey], depth: int) -> ObjectEntry | None:
         """`probe`, which raises ForeignFrame for a foreign object."""
-        stat: Stat | None = None
+        failed: list[str | None] = []  # versions, None: not told
         for _ in range(2):
+            stat: Stat | None = None
             raw = bytearray(header_bytes_of(len(keys)))
             try:
-                async with self._probes:
+                async with self._probes():
                     stat = await self.bucket.read(self.names.unit(keys[-1]), 0, [memoryview(raw)])
                 if stat is None:
                     self.index.drop(keys[-1])
@@ -160,10 +172,11 @@ class ObjectStore:
                 other.etag = stat.etag if stat is not None else ""
                 raise
             except CorruptError:
+                failed.append(stat.etag if stat is not None else None)
                 continue
             self.index.put(entry)
             return entry
-        await self._condemn(keys, depth, stat.etag if stat is not None else None)
+        await self._condemn(keys, depth, failed[0] if failed[0] == failed[1] else None)
         return None
 
     async def inspect(self, name: str, size: int) -> ObjectEntry | None:
@@ -171,7 +184,7 @@ class ObjectStore:
         ours. Changes neither bucket nor index. Raises TierError."""
         raw = bytearray(min(size, header_bytes_of(self.stride)))  # more blocks are another stride's
         with contextlib.suppress(CorruptError):
-            async with self._probes:
+            async with self._probes():
                 stat = await self.bucket.read(name, 0, [memoryview(raw)])
             if stat is None:
                 return None
@@ -205,7 +218,8 @@ class ObjectStore:
             raise ForeignFrame("another object's frame under this name")
         if stat.size != frame.total_bytes:
             raise CorruptError(f"object of {stat.size} bytes, its frame has {frame.total_bytes}")
-        used = self._proofs.last_use(frame, stat, self._clock.wall())
+        # The server's stamp tells a replica whose clock is behind that a later use is none of the future.
+        used = self._proofs.last_use(frame, stat, Wall(max(self._clock.wall(), stat.modified or 0.0)))
         life = Lifetime(used, frame.life.stamps)
         return ObjectEntry(frame, stat.size, stat.etag, life, used, self._clock.monotonic())
 
@@ -300,7 +314,7 @@ class ObjectStore:
 
     async def _get(self, name: str, start: int, into: Sequence[memoryview], clipped: bool = False) -> Stat | None:
         await self._read_rate.take(sum(len(view) for view in into))
-        async with self.transfers:
+        async with self.transfers():
             return await self.bucket.read(name, start, into, clipped)
 
     async def _condemn(self, keys: Sequence[BlockKey], depth: int, etag: str | None) -> Miss:
@@ -332,6 +346,9 @@ class ObjectStore:
         try:
             if raw and await self.bucket.read(name, 0, [memoryview(raw)]) is None:
                 return None
+        except CorruptError:
+            return None  # another object by now, or the server contradicts itself: its bytes were not seen
+        try:
             check_version(memoryview(raw))
             if there.size >= HEADER_ALIGN or self._keyring.trusted:  # less is no whole frame of any stride
                 self._checked(decode(memoryview(raw), self._keyring), there, keys, depth)

@@ -69,7 +69,6 @@ class Sweeper:
         self._random = rng
         self._cursor: str | None = None
         self._next = clock.monotonic() + rng.uniform(0, SWEEP_S)
-        self._measured = Mono("-inf")
         self.swept = Swept()
 
     @property
@@ -89,7 +88,7 @@ class Sweeper:
         page = await first_page(self._store.bucket, names.units, self._cursor)
         work = [stat for stat in page if names.is_unit(stat.name) and self._doubtful(stat)]
         before = self.swept.objects
-        now = await self._deletion_time() if work else None
+        now = await self.deletion_time() if work else None
         for start in range(0, min(len(work), headers_max), AT_ONCE):
             some = work[start : min(start + AT_ONCE, headers_max)]
             await asyncio.gather(*(self._look(stat, now) for stat in some))
@@ -109,8 +108,9 @@ class Sweeper:
         """Delete old deltas, and pins that have ended for everybody. Raises TierError."""
         await self._store.refresh()  # with an old list a pin that was put anew since would be deleted
         if self._store.pins:
-            await self._store.pins.sweep(await self._deletion_time())
-        await self._store.deltas.sweep()
+            await self._store.pins.sweep(await self.deletion_time())
+        if await self._store.deltas.any_old():
+            await self._store.deltas.sweep(await self.deletion_time())
 
     def about(self, seconds: float) -> float:
         """Half to one and a half of it, another time each time: a fleet that started together falls apart."""
@@ -125,15 +125,14 @@ class Sweeper:
         known = self._store.index.sample(self._random)
         return f"{names.scope(known.scope)}{self._random.randrange(256):02x}/" if known is not None else ""
 
-    async def _deletion_time(self) -> Wall | None:
-        """Objects that were dead at this time are so by all evidence; None: there is no telling now."""
+    async def deletion_time(self) -> Wall | None:
+        """Objects that were dead at this time are so by all evidence; None: there is no telling now. Raises
+        TierError."""
         now = deletion_time(self._clock)
         if now is None:
             return None
-        if self._clock.monotonic() - self._measured > REST_S:
-            self._store.ahead_s = max(0.0, await self._store.deltas.measure_skew() or 0.0)
-            self._measured = self._clock.monotonic()
-        return Wall(now - self._store.ahead_s - GRACE_S)
+        await self._store.measure_clock()
+        return Wall(now - max(0.0, self._store.ahead_s) - GRACE_S)
 
     def _doubtful(self, stat: Stat) -> bool:
         """Whether the object has to be looked at: the index does not show it to be alive by its own terms, or a pin may
@@ -154,8 +153,12 @@ class Sweeper:
 
     async def _look(self, stat: Stat, now: Wall | None) -> None:
         """Delete an object that its present header, if it is authentic, shows to be dead, in that very version, but for
-        an expired one that an unread pin may hold; renew one that only a pin keeps, by a copy onto itself. One that
-        cannot be read is left to the next read of its name."""
+        an expired one that an unread pin may hold; renew one that only a pin keeps, by a copy onto itself. One that is
+        damaged is left to the next read of its name, one that cannot be had to the next walk: it stops none."""
+        with contextlib.suppress(TierError):
+            await self._judge(stat, now)
+
+    async def _judge(self, stat: Stat, now: Wall | None) -> None:
         entry = await self._store.inspect(stat.name, stat.size)
         if entry is None:
             return

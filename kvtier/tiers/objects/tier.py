@@ -162,6 +162,7 @@ class ObjectTier:
                 pass
             finally:
                 self._started, self._synced, self._retry_at = False, float("-inf"), float("-inf")
+                self._syncing = None
                 self._store.index.clear()
 
     async def _start_background(self) -> None:
@@ -398,9 +399,15 @@ class ObjectTier:
         await self._ready_then(self._store.pins.put(pin))
 
     async def unpin(self, name: str, only: Pin | None = None) -> bool:
-        """End a pin, `only` this one where it is given; whether it was there. Raises TierError."""
+        """End a pin; whether it was there. `only`: this one, whose time is over or which was purged; where it may hold
+        by other replicas' clocks it is left to the sweep. Raises TierError."""
         self._usable()
-        return await self._ready_then(self._store.pins.delete(name, only))
+        pins = self._store.pins
+
+        async def ended(pin: Pin) -> bool:
+            return await pins.delete_ended(pin, await self._sweeper.deletion_time())
+
+        return await self._ready_then(pins.delete(name) if only is None else ended(only))
 
     async def pins(self) -> list[Pin]:
         """The pins that have not ended, by name, at most FRESH_S old. Raises TierError."""

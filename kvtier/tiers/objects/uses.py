@@ -53,8 +53,10 @@ class UseProofs:
         used = frame.life.last_use
         if used > latest:
             used = max((stamp.created for stamp in frame.life.stamps if stamp.created <= latest), default=used)
-        if stat.used is not None and stat.used <= latest and self.believes(stat.name, frame, stat.used):
-            used = max(stat.used, used)
+        if stat.used is not None and self.believes(stat.name, frame, stat.used):
+            recorded = Wall(min(stat.used, getattr(stat.used, "latest", stat.used)))
+            if recorded <= latest:
+                used = max(recorded, used)
         return used
 
     def _content(self, name: str, frame: Frame, used: Wall) -> bytes:

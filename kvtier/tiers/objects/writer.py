@@ -18,8 +18,9 @@ from kvtier.tiers.objects.bucket.protocol import Stat
 from kvtier.tiers.objects.frame import ForeignFrame, Frame
 from kvtier.tiers.objects.hints import UnitHint
 from kvtier.tiers.objects.index import ObjectEntry
+from kvtier.tiers.objects.loop_thread import PerLoop
 from kvtier.tiers.objects.store import ObjectStore
-from kvtier.tiers.protocol import Sealed, Stored
+from kvtier.tiers.protocol import Miss, Sealed, Stored
 from kvtier.tiers.rate_limiter import TokenBucket
 from kvtier.times import Wall
 
@@ -36,7 +37,8 @@ class ObjectWriter:
         self._store = store
         self._keyring = keyring
         self._clock = clock
-        self._units = asyncio.Semaphore(limits.concurrency)  # whose bytes lie in memory of ours
+        # Units whose bytes lie in memory of ours.
+        self._units = PerLoop(lambda: asyncio.Semaphore(limits.concurrency))
         stride_bytes = float(store.stride * store.block_bytes)
         self._rate = TokenBucket(clock, limits.write_rate, max(limits.write_rate / 10, stride_bytes))
         self.saved_bytes = 0  # by compression
@@ -54,7 +56,7 @@ class ObjectWriter:
         """Make one object of these blocks durable, with at least the life that they share. NO_KEY where it cannot be
         encrypted, FAILED on any other TierError."""
         try:
-            async with self._units:
+            async with self._units():
                 await self._rate.take(len(blocks) * self._store.block_bytes)
                 return await self._write(blocks)
         except KeyUnavailable:
@@ -104,6 +106,8 @@ class ObjectWriter:
                     continue
                 if there is None:
                     continue  # gone since, or deleted as corrupt: then the next round overwrites
+                if store.miss_of(there, self._clock.wall()) is Miss.EXPIRED:
+                    await store.measure_clock()
                 joined = self._succeed(there, frame.life, key)
                 if joined is None:
                     return Stored.REFUSED
@@ -124,7 +128,7 @@ class ObjectWriter:
     async def _send(self, keys: Sequence[BlockKey], frame: Frame, data: bytearray, etag: str | None) -> Stat | None:
         """Create the object, or replace the version `etag`; None if another version is there."""
         name, store = self._store.names.unit(keys[-1]), self._store
-        async with store.transfers:
+        async with store.transfers():
             if etag is None:
                 return await store.bucket.create(name, data, frame.life.last_use)
             return await store.bucket.replace(name, data, frame.life.last_use, etag)
@@ -140,7 +144,7 @@ class ObjectWriter:
             return None
         if store.miss_of(there, now) is None:
             return there.life if there.covers(life) else there.life.join(life, now)
-        if store.ahead_s > FUTURE_S and not store.dead_at(there, Wall(now - store.ahead_s)):
+        if abs(store.ahead_s) > FUTURE_S and not store.dead_at(there, Wall(now - store.ahead_s)):
             return None  # our clock is wrong: what we write instead would be dead to the others
         return life
 

@@ -12,7 +12,7 @@ import pytest
 from kvtier.testing import chain_of
 from kvtier.tiers.objects.bucket.local import LocalFiles
 from kvtier.tiers.objects.store import ObjectStore
-from kvtier.tiers.protocol import Stored
+from kvtier.tiers.protocol import Loaded, Stored
 from tests.tiers.objects.support.replicas import NS, Site
 
 
@@ -52,6 +52,21 @@ async def test_a_tier_that_was_closed_is_opened_again(site: Site) -> None:
         assert set(stored) == {Stored.PRESENT if opened else Stored.STORED}, tier.problem
         await tier.close(site.deadline)
         await no_thread_left()
+        await tier.open()
+
+
+async def test_a_tier_that_is_opened_again_has_all_that_waits_on_a_loop_on_the_new_one(site: Site) -> None:
+    """Its background, and more requests at once than there may be."""
+    tier = await site.replica()
+    for seed in range(2):
+        chain = chain_of(NS, 200, seed=seed)
+        assert set(await site.store(tier, chain)) == {Stored.STORED}, tier.problem
+        assert all(isinstance(result, Loaded) for result in await site.read(tier, chain))
+        site.clock.advance(60)
+        assert await tier.lookup(chain, range(len(chain)), site.deadline) == [None] * len(chain)
+        await tier._loop.run(tier._background.wait(), 30)
+        assert not any(tier.restarts().values())
+        await tier.close(site.deadline)
         await tier.open()
 
 

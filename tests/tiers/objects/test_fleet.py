@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from kvtier.identity.keys import scope_of
 from kvtier.testing import chain_of
 from kvtier.testing.fleet import STEP_S, Fleet
 from kvtier.tiers.objects import background, catalogue, deltas, sweep
 from kvtier.tiers.objects.bucket.protocol import Stat
+from kvtier.tiers.objects.probe import Prober
 from kvtier.times import Mono
 from tests.tiers.objects.support.virtual_bucket import NS, Replica, VirtualServer
 
@@ -250,13 +252,13 @@ async def test_a_fleet_that_started_together_does_not_tidy_all_at_once() -> None
     server, tidied = VirtualServer(), list[float]()
     replicas = [Replica(server, seed, number=seed) for seed in range(40)]
 
-    async def sweep() -> int:
+    async def sweep() -> bool:
         tidied.append(server.clock.monotonic())
-        return 0
+        return False
 
     for replica in replicas:
         replica.sweeper._next = Mono(math.inf)  # it tidies at the end of a walk, too
-        replica.store.deltas.sweep = sweep  # type: ignore[method-assign]
+        replica.store.deltas.any_old = sweep  # type: ignore[method-assign]
     for _ in range(round(1.5 * background.TIDY_S / STEP_S) + 1):
         for replica in replicas:
             await replica.turn()
@@ -272,5 +274,28 @@ async def test_merged_windows_are_swept_and_are_no_units() -> None:
     assert (merged := fleet.server.under("catalogue"))
     assert not any(name.startswith(names.deltas) or names.is_unit(name) for name in merged)
     fleet.server.clock.advance(3 * deltas.KEEP_S)
-    await fleet.replicas[0].store.deltas.sweep()
+    await fleet.replicas[0].store.deltas.sweep(fleet.server.clock.wall())
     assert not fleet.server.under("catalogue") and not fleet.server.under("delta")
+
+
+@pytest.mark.parametrize("why", ["expired", "purged"])
+@pytest.mark.parametrize("header", [False, True], ids=["hint", "header"])
+async def test_what_was_written_anew_is_learnt_anew(why: str, header: bool) -> None:
+    """Else each replica that has known it would probe for it from then on, at each prompt."""
+    server = VirtualServer()
+    one, two = Replica(server, 0), Replica(server, 1)
+    chain = chain_of(NS, 4, scope=scope_of("a"))
+    for again in range(3):
+        await one.write(chain, ttl=60 if why == "expired" else 10**9)
+        await one.store.deltas.publish()
+        server.clock.advance(STEP_S)
+        await two.store.refresh()
+        await two.store.deltas.poll()
+        assert two.store.deltas.received == again + 1
+        assert Prober(two.store, two.clock).peek(chain, range(4)) == [None] * 4
+        if header:
+            assert await two.store.probe(chain, 0) is not None
+        two.store.index.check()
+        server.clock.advance(100)
+        if why == "purged":
+            await one.store.purges.append(scope_of("a"))

@@ -15,12 +15,14 @@ from kvtier.identity.keys import scope_of
 from kvtier.keyring import Keyring
 from kvtier.retention import pins as codec
 from kvtier.retention.pins import Pin
-from kvtier.testing import VirtualClock, chain_of
+from kvtier.testing import SkewedClock, VirtualClock, chain_of
 from kvtier.tiers.objects import pins
 from kvtier.tiers.objects.bucket.protocol import Stat
 from kvtier.tiers.objects.signed import Signer
 from kvtier.tiers.objects.tier import ObjectTier
+from kvtier.times import Wall
 from tests.support.waiting import until
+from tests.tiers.objects.support.inline import inline_tier
 from tests.tiers.objects.support.virtual_bucket import NS, Replica, VirtualServer
 
 S = 4
@@ -211,6 +213,72 @@ async def test_a_pin_that_is_put_while_pins_are_listed_is_kept() -> None:
     listing.list = seen_before  # type: ignore[method-assign]
     await replica.store.refresh()
     assert [there.name for there in replica.store.pins.list()] == ["p"]
+
+
+@pytest.mark.parametrize("ahead_s", [2 * 86400.0, 0.0])
+async def test_a_replica_for_which_a_pin_has_ended_deletes_it_where_it_has_for_everybody(ahead_s: float) -> None:
+    """The manager asks for it when the time is over by its own clock."""
+    server = VirtualServer()
+    right, _ = inline_tier(NS, server, S)
+    other, _ = inline_tier(NS, server, S, clock=SkewedClock(server.clock, ahead_s), seed=1)
+    now = server.clock.wall()
+    pins = [Pin(name, tuple(chain_of(NS, S, scope=scope_of(name))), now, now + 86400.0) for name in "ab"]
+    for tier in (right, other):
+        await tier.open()
+    for pin in pins:
+        await right.pin(pin)
+    await right.purge(scope_of("b"), Wall("inf"))
+    server.clock.advance(3600)
+    assert not await other.unpin("a", pins[0])
+    assert [pin.name for pin in await right.pins()] == ["a"]
+    server.clock.advance(86400)
+    assert await other.unpin("a", pins[0])
+    assert server.under("pins") == []
+    for tier in (right, other):
+        await tier.close(server.clock.monotonic() + 1)
+
+
+async def test_a_pin_is_swept_where_listings_have_etags_of_another_kind() -> None:
+    """Google's have those of the bytes, conditions name generations."""
+    server = VirtualServer()
+    one, two = Replica(server), Replica(server, seed=1)
+    page = two.bucket._page
+    two.bucket._page = lambda *where: [replace(stat, etag=f"of {stat.size} bytes") for stat in page(*where)]  # type: ignore[method-assign]
+    now = server.clock.wall()
+    await one.store.pins.put(Pin("p", tuple(chain_of(NS, S)), now, now + 100))
+    await two.store.refresh()
+    await two.store.pins.settle()
+    read = two.bucket.requests["get"]
+    server.clock.advance(5000)
+    await two.store.refresh()
+    assert two.store.pins.settled and two.bucket.requests["get"] == read, "it has not changed"
+    await two.store.pins.sweep(server.clock.wall())
+    assert server.under("pins") == []
+
+
+async def test_a_listing_of_before_does_not_hide_a_pin() -> None:
+    """It ends late, as of a request that was tried again; the sweeper goes by the pins meanwhile."""
+    server = VirtualServer()
+    one, two = Replica(server), Replica(server, seed=1)
+    now = server.clock.wall()
+    listed, ending, answering = asyncio.Event(), asyncio.Event(), one.bucket._answering
+
+    async def held(verb: str, name: str) -> None:
+        await answering(verb, name)
+        if not listed.is_set():
+            listed.set()
+            await ending.wait()
+
+    one.bucket._answering = held  # type: ignore[method-assign]
+    late = asyncio.create_task(one.store.refresh())
+    await listed.wait()
+    await two.store.pins.put(Pin("p", tuple(chain_of(NS, S)), now, now + 1e4))
+    server.clock.advance(1)
+    await one.store.refresh()
+    await one.store.pins.settle()
+    ending.set()
+    await late
+    assert [pin.name for pin in one.store.pins.list()] == ["p"]
 
 
 def test_a_pin_that_was_extended_elsewhere_outlives_its_end_here(tmp_path: Path) -> None:

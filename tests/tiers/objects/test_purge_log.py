@@ -14,6 +14,7 @@ from kvtier.tiers.objects import purge_log
 from kvtier.tiers.objects.bucket.protocol import Stat
 from kvtier.tiers.objects.purge_log import LogBroken
 from kvtier.tiers.protocol import Miss
+from kvtier.times import Wall
 from tests.tiers.objects.support.virtual_bucket import NS, Replica, VirtualServer
 
 S = 4
@@ -221,6 +222,43 @@ async def test_memory_of_another_process_is_found_again_behind_a_snapshot(monkey
     await again.store.refresh()
     assert again.store.purges.position == one.store.purges.position
     assert again.store.purges.remember(b"junk") == 0
+
+
+@pytest.mark.parametrize("read", [0, 3])
+@pytest.mark.parametrize("lost", [False, True], ids=["answered", "answer-lost"])
+async def test_a_purge_by_who_has_not_read_what_was_compacted_since_reaches_everybody(
+    monkeypatch: pytest.MonkeyPatch, read: int, lost: bool
+) -> None:
+    """Snapshots have freed the number behind the last entry that it has read: an entry there is read by nobody."""
+    monkeypatch.setattr(purge_log, "SNAPSHOT_EVERY", 4)
+    server = VirtualServer()
+    one, late = Replica(server), Replica(server, seed=1)
+    chain = chain_of(NS, S, scope=A)
+    await one.write(chain)
+    for number in range(12):
+        if number == read:
+            await late.store.refresh()
+        await one.store.purges.append(scope_of(f"tenant {number}"))
+    assert one.store.names.entry(read + 1) not in server.names
+    create = late.store.purges._bucket.create
+
+    async def twice(name: str, data: bytearray, used: Wall) -> Stat | None:
+        first = await create(name, data, used)
+        return await create(name, data, used) if lost else first
+
+    with monkeypatch.context() as patch:
+        patch.setattr(late.store.purges._bucket, "create", twice)
+        if lost:  # it cannot tell its own entry from another's, and tries as often as it may
+            patch.setattr(purge_log, "APPENDS_MAX", 3)
+            with pytest.raises(TierError):
+                await late.store.purges.append(A)
+        else:
+            await late.store.purges.append(A)
+    for reader in (one, Replica(server, seed=2)):
+        await reader.store.refresh()
+        assert await miss(reader, chain) is Miss.PURGED
+    await late.store.refresh()
+    assert late.store.purges.position == one.store.purges.position
 
 
 async def test_a_purge_that_cannot_be_written_raises() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -239,3 +240,57 @@ async def test_a_use_in_a_delta_by_a_clock_that_is_ahead_is_not_learnt() -> None
     await one.store.deltas.publish()
     await two.store.deltas.poll()
     assert two.store.deltas.received == 0
+
+
+async def test_an_eviction_by_keys_searches_the_index_beside_lookups() -> None:
+    replica = Replica(VirtualServer())
+    first, second = chain_of(NS, S, seed=1), chain_of(NS, S, seed=2)
+    for chain in (first, second):
+        await replica.write(chain)
+    index = replica.store.index
+
+    searching = False
+
+    class Watched(tuple[bytes, ...]):
+        def __iter__(self) -> Iterator[bytes]:
+            assert not searching or not index._lock.locked()
+            return super().__iter__()
+
+        def __getitem__(self, at: Any) -> Any:
+            assert not searching or not index._lock.locked()
+            return super().__getitem__(at)
+
+    for chain in (first, second):
+        entry = index.get(chain[-1])
+        assert entry is not None
+        index.put(replace(entry, frame=replace(entry.frame, hashes=Watched(entry.frame.hashes))))
+    searching = True
+    assert [entry.last for entry in index.holding(second[1:2])] == [second[-1]]
+    assert index.holding(chain_of(NS, S, seed=3)) == []
+
+
+@pytest.mark.parametrize("wrong", [1, 2, 3, 10])
+@pytest.mark.parametrize("verb", ["probe", "read"])
+async def test_an_object_that_was_not_seen_to_be_damaged_stays(
+    monkeypatch: pytest.MonkeyPatch, verb: str, wrong: int
+) -> None:
+    """The first answer is garbled on its way, and others are of another range, as from a proxy that mixes them up."""
+    server = VirtualServer()
+    await Replica(server).write(chain := chain_of(NS, S))
+    replica = Replica(server, seed=1)
+    real, count = replica.bucket.read, 0
+
+    async def answered(name: str, start: int, into: Sequence[memoryview], clipped: bool = False) -> Stat | None:
+        nonlocal count
+        count += 1
+        if 1 < count <= wrong:
+            raise CorruptError("the object has 0 bytes")
+        stat = await real(name, start, into, clipped)
+        if count == 1:
+            into[0][100] ^= 1
+        return stat
+
+    monkeypatch.setattr(replica.bucket, "read", answered)
+    for _ in range(wrong):
+        await (replica.store.probe(chain, 0) if verb == "probe" else read(replica, chain, range(S)))
+    assert server.strides() == 1 and not replica.store.damaged

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from kvtier.errors import TierError
 from kvtier.retention.pins import Pin
 from kvtier.testing import chain_of
 from kvtier.tiers.objects import deltas, sweep
@@ -36,7 +37,7 @@ async def test_all_old_deltas_go_at_once() -> None:
     for number in range(3500):
         server.put(f"{replica.store.names.deltas}{int((server.clock.wall() + number) * 1e6):016x}-00000000", b"x")
     server.clock.advance(3500 + 2 * deltas.KEEP_S)
-    assert await replica.store.deltas.sweep() == 3500
+    assert await replica.store.deltas.sweep(server.clock.wall()) == 3500
     assert server.under("delta") == []
 
 
@@ -116,6 +117,70 @@ async def test_a_replica_with_a_clock_behind_sweeps_nothing_alive() -> None:
     server.clock.advance(600)
     await behind.walk()
     assert server.strides() == 20, "to it they are from the future"
+
+
+async def test_an_object_that_cannot_be_read_stops_no_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one whose key the server's key store has disabled, among others that live and that no delta told of."""
+    server = VirtualServer()
+    writer, replica = Replica(server), Replica(server, seed=1)
+    for number in range(60):
+        await writer.write(chain_of(NS, S, seed=number), ttl=10 * DAY_S if number % 5 else 300)
+    server.clock.advance(1000)
+    denied = next(name for name in server.names if len(name.rpartition("/")[2]) == 64)
+    asked = replica.bucket._asked
+
+    async def refused(verb: str, name: str) -> None:
+        await asked(verb, name)
+        if verb == "get" and name == denied:
+            raise TierError("g4", "get", "AccessDenied")
+
+    monkeypatch.setattr(replica.bucket, "_asked", refused)
+    await replica.walk()
+    assert server.strides() in (48, 49)
+
+
+@pytest.mark.parametrize("ttl", [1000, 5000])
+async def test_a_replica_with_a_clock_behind_sweeps_nothing_that_was_renewed(ttl: float) -> None:
+    """A use of now lies in its future, but not beyond the server's own stamp."""
+    server = VirtualServer()
+    right, behind = Replica(server), Replica(server, seed=1, ahead_s=-3600)
+    chain = chain_of(NS, S)
+    await right.write(chain, ttl=ttl)
+    for _ in range(20):
+        server.clock.advance(0.6 * ttl)
+        right.store.index.touch([chain[-1]], server.clock.wall())
+        await right.store.renewer.record_uses()
+    assert await behind.store.probe(chain, 0) is not None
+    await behind.walk()
+    assert server.strides() == 1
+
+
+@pytest.mark.parametrize("ahead_s", [2 * DAY_S, -2 * DAY_S])
+async def test_a_clock_two_days_off_writes_over_nothing_alive(ahead_s: float) -> None:
+    """Though the replica has just been opened, and has swept nothing: what it wrote would be dead to the others."""
+    server = VirtualServer()
+    right, wrong = Replica(server), Replica(server, seed=1, ahead_s=ahead_s)
+    alive, dead = chain_of(NS, S, seed=1), chain_of(NS, S, seed=2)
+    await right.write(alive, ttl=3600)
+    await right.write(dead, ttl=60)
+    server.clock.advance(100)
+    with pytest.raises(AssertionError):
+        await wrong.write(alive, ttl=3600)
+    await wrong.write(dead, ttl=3600)
+    entry = await right.store.probe(alive, 0)
+    assert entry is not None and right.store.miss_of(entry, server.clock.wall()) is None
+
+
+async def test_a_replica_with_a_clock_ahead_deletes_no_delta_that_others_need() -> None:
+    server = VirtualServer()
+    right, ahead, new = (Replica(server, seed, ahead_s=2 * DAY_S * (seed == 1)) for seed in range(3))
+    for number in range(3):
+        await right.write(chain_of(NS, S, seed=number))
+        await right.store.deltas.publish()
+        server.clock.advance(60)
+    await ahead.sweeper.tidy()
+    await new.store.deltas.poll()
+    assert new.store.deltas.received == 3
 
 
 @pytest.mark.parametrize("units", [2000, pytest.param(100_000, marks=pytest.mark.long)])

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
+from email.utils import format_datetime
 
 import pytest
 
 from kvtier.identity.keys import BlockKey
+from kvtier.keyring import Key, Keyring
 from kvtier.retention.lifetime import Lifetime, Stamp
 from kvtier.retention.terms import Depth, Terms
-from kvtier.testing import chain_of, seal
+from kvtier.testing import SkewedClock, chain_of, seal
+from kvtier.tiers.objects.bucket.protocol import USED, use_text
+from kvtier.tiers.objects.bucket.s3fs import S3Bucket
+from kvtier.tiers.objects.payload import make_unit
+from kvtier.tiers.objects.uses import UseProofs
 from kvtier.tiers.protocol import Miss
+from kvtier.times import Wall
 from tests.tiers.objects.support.virtual_bucket import NS, Replica, VirtualServer
 
 S = 4
 CHAIN = chain_of(NS, S)
+KEYS = Keyring([Key(b"aaaaaaaa", bytes(32))], bytes(32))
 
 
 async def stored(replica: Replica, chain: Sequence[BlockKey], *stamps: Stamp) -> None:
@@ -75,3 +84,29 @@ async def test_a_header_that_is_read_again_revives_nothing() -> None:
     server.clock.advance(100)
     replica.store.index.touch(CHAIN, replica.clock.wall())
     assert await miss_of(replica) is Miss.EXPIRED
+
+
+@pytest.mark.parametrize("reader_s", [-3600.0, -90.0, 0.0])
+@pytest.mark.parametrize("writer_s", [0.0, 100.0])
+@pytest.mark.parametrize("keyring", [KEYS, Keyring.public()], ids=["keys", "public"])
+def test_a_use_that_s3_bounds_keeps_its_proof(keyring: Keyring, writer_s: float, reader_s: float) -> None:
+    """By the server's stamps and the reader's clock, it was at most a minute later than the copy that recorded it."""
+    server = VirtualServer()
+    replica = Replica(server, keyring=keyring)
+    frame = make_unit(NS.digest, seal(CHAIN, range(S), NS.block_bytes, 0.0), Lifetime(Wall(0.0)), keyring)[0]
+    name, now = replica.store.names.unit(CHAIN[-1]), server.clock.wall()
+    proofs = UseProofs(keyring, replica.store.names.root)
+    recorded = proofs.prove(name, frame, Wall(now + writer_s))
+    bucket = S3Bucket(
+        "b", {}, SkewedClock(server.clock, reader_s), connections=1, connect_timeout_s=1, read_timeout_s=1
+    )
+    modified = datetime.fromtimestamp(now, UTC)
+    answer = {
+        "ETag": "1",
+        "LastModified": modified,
+        "Metadata": {USED: use_text(recorded)},
+        "ResponseMetadata": {"HTTPHeaders": {"date": format_datetime(modified, usegmt=True)}},
+    }
+    stat = bucket._stat(name, answer, 1)
+    used = proofs.last_use(frame, stat, Wall(max(now + reader_s, now)))
+    assert used == pytest.approx(now + min(writer_s, 60.0), abs=1)

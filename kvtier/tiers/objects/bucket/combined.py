@@ -6,6 +6,7 @@ import asyncio
 
 from kvtier.tiers.objects.bucket.obstore import TokenForwarded
 from kvtier.tiers.objects.bucket.protocol import Bucket, Stat
+from kvtier.tiers.objects.loop_thread import PerLoop
 from kvtier.times import Wall
 
 
@@ -22,7 +23,7 @@ class CombinedBucket:
         self._primary = primary
         self._secondary = secondary
         self._started = False
-        self._starting = asyncio.Lock()
+        self._starting = PerLoop(asyncio.Lock)
         self._use(primary)
 
     def _use(self, bucket: Bucket) -> None:
@@ -39,7 +40,7 @@ class CombinedBucket:
             self._use(await self._connected())
 
     async def _connected(self) -> Bucket:
-        async with self._starting:
+        async with self._starting():
             if not self._started:
                 await self._secondary.start()
                 self._started = True

@@ -66,7 +66,7 @@ class MemoryFiles(_FileSystem):
         return self._fs.store.pop(self._root + name, None) is not None
 
     def list(self, prefix: str, after: str) -> Iterator[Stat]:
-        for path, file in tuple(self._fs.store.items()):
+        for path, file in sorted(self._fs.store.items(), key=lambda item: item[0]):
             name = path.removeprefix(self._root)
             if path.startswith(self._root + prefix) and name > after:
                 yield self._stat(name, file)
@@ -136,7 +136,7 @@ class AnyFiles(_FileSystem):
             found = self._fs.find(self._root + prefix.rpartition("/")[0], detail=True)
         except FileNotFoundError:
             return
-        for path, info in found.items():
+        for path, info in sorted(found.items()):
             _, _, name = path.rpartition(self._root.lstrip("/"))
             if name.startswith(prefix) and name > after:
                 yield _any_stat(name, info)

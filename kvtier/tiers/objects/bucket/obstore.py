@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from kvtier.errors import ConfigError, CorruptError, TierError
 from kvtier.tiers.objects.bucket.direct_http import (
     DIRECT_BYTES,
+    REST_S,
     SIGNED_S,
     DirectHTTP,
     Headers,
@@ -84,7 +85,7 @@ class ObstoreBucket:
         self._read_timeout_s = read_timeout_s
         self._store: Any = None
         self._direct: DirectHTTP | None = None
-        self._ranges = True
+        self._whole_until = 0.0  # by the loop: until then no ranges are asked for
 
     async def start(self) -> None:
         from obstore.store import S3Store
@@ -220,14 +221,16 @@ class ObstoreBucket:
         return url
 
     async def _get(self, name: str, start: int, stop: int) -> Any:
-        if self._ranges:
+        now = asyncio.get_running_loop().time()
+        if now >= self._whole_until:
             try:
                 return await self._store.get_async(name, options={"range": (start, stop)})
             except Exception as error:
                 if "non-partial response" not in str(error):
                     raise
-                # This server ignores ranges and sends the whole object, which the library takes for a failure.
-                self._ranges = False
+                # This server ignores ranges and sends the whole object, which the library takes for a failure; or it
+                # did so once, or a proxy before it.
+                self._whole_until = now + REST_S
         return await self._store.get_async(name)
 
     async def renew(self, name: str, etag: str, used: Wall) -> Stat | None:

@@ -13,6 +13,7 @@ may echo what was signed.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
@@ -32,14 +33,16 @@ PROOF_CHARS_MAX = 64
 
 
 class RecordedUse(float):
-    """Wall time of a recorded use, with a proof that a replica recorded it: hexadecimal digits, "" for none."""
+    """Wall time of a recorded use, with a proof that a replica recorded it: hexadecimal digits, "" for none. `latest`:
+    the server's stamps say that it was no later."""
 
-    __slots__ = ("proof",)
+    __slots__ = ("latest", "proof")
     proof: str
+    latest: float
 
-    def __new__(cls, wall_s: float, proof: str = "") -> RecordedUse:
+    def __new__(cls, wall_s: float, proof: str = "", latest: float = math.inf) -> RecordedUse:
         use = super().__new__(cls, wall_s)
-        use.proof = proof
+        use.proof, use.latest = proof, latest
         return use
 
 

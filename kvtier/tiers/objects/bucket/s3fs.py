@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from kvtier.clock import Clock
 from kvtier.errors import ConfigError, CorruptError, TierError
@@ -17,6 +17,7 @@ from kvtier.tiers.objects.bucket.protocol import (
     LIST_PAGE,
     TIER,
     USED,
+    RecordedUse,
     Scatter,
     Stat,
     Transient,
@@ -267,7 +268,7 @@ class S3Bucket:
         return Stat(name, size, answer.get("ETag", ""), self._used(answer), _stamp(answer.get("LastModified")))
 
     def _used(self, answer: Mapping[str, Any]) -> Wall | None:
-        """The recorded use, but no later than the object's age by the server's own clock allows."""
+        """The recorded use, and how late it can have been by the object's age and stamp, by the server's own clock."""
         used = recorded_use(answer.get("Metadata", {}))
         date = answer["ResponseMetadata"].get("HTTPHeaders", {}).get("date")
         modified = answer.get("LastModified")
@@ -277,8 +278,8 @@ class S3Bucket:
             age: float = (parsedate_to_datetime(date) - modified).total_seconds()
         except (TypeError, ValueError):
             return used
-        believed = self._clock.wall() - age + SKEW_S
-        return min(used, believed)
+        believed = max(self._clock.wall() - age, modified.timestamp()) + SKEW_S
+        return cast(Wall, RecordedUse(used, getattr(used, "proof", ""), believed))
 
 
 class _StayingSession:

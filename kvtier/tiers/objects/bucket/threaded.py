@@ -7,6 +7,7 @@ import errno
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 from kvtier.errors import CorruptError, TierError, TierFull
@@ -18,7 +19,8 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class Files(Protocol):
-    """The blocking verbs behind `Threaded`; names, ETags and results as in `Bucket`."""
+    """The blocking verbs behind `Threaded`; names, ETags and results as in `Bucket`. `list` is by name, and may do its
+    work while it is iterated, on any thread."""
 
     renewable: bool
     keeps_proof: bool
@@ -91,9 +93,13 @@ class Threaded:
             await self._call(self._files.delete, name, None)
 
     async def list(self, prefix: str, after: str = "") -> AsyncIterator[list[Stat]]:
-        found = await self._call(lambda: sorted(self._files.list(prefix, after), key=lambda stat: stat.name))
-        for start in range(0, len(found), LIST_PAGE):
-            yield found[start : start + LIST_PAGE]
+        names = self._files.list(prefix, after)
+
+        def listing() -> list[Stat]:
+            return list(islice(names, LIST_PAGE))
+
+        while page := await self._call(listing):
+            yield page
 
     async def close(self) -> None:
         pool, self._pool = self._pool, self._new_pool()
