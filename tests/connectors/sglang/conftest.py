@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.connectors.sglang.support.engine_process import EngineHost
+from tests.connectors.sglang.support.engine_process import IMPORTED, EngineHost
+from tests.connectors.support.forked import Template
 
 HERE = Path(__file__).parent
 ANSWER_S = 240.0
@@ -75,6 +76,7 @@ class Served:
         linker: dict[str, Any],
         more: dict[str, Any],
         witness: Path,
+        template: Template,
     ) -> None:
         self.own: list[dict[str, Any]] = []
         self.port, self._control = free_ports(
@@ -99,7 +101,8 @@ class Served:
                     "linker_extra_config": extra,
                 },
                 **arguments,
-            }
+            },
+            template,
         )
 
     def order(self, do: str, rank: int = 0, **named: Any) -> Any:
@@ -131,7 +134,7 @@ class Served:
 class HiCache:
     """An engine under HiCache, with kvtier or SGLang's files as its storage."""
 
-    def __init__(self, model: Path, folder: Path, backend: str) -> None:
+    def __init__(self, model: Path, folder: Path, backend: str, template: Template) -> None:
         (self.port,) = free_ports(1)
         extra: dict[str, Any] = {"file_storage_path": str(folder)}
         if backend == "kvtier":
@@ -153,7 +156,8 @@ class HiCache:
                 "hicache_storage_backend": "dynamic" if backend == "kvtier" else "file",
                 "hicache_storage_prefetch_policy": "wait_complete",
                 "hicache_storage_backend_extra_config": json.dumps({**extra, "prefetch_threshold": 16}),
-            }
+            },
+            template,
         )
 
     def metric(self, name: str, **labels: str) -> float:
@@ -268,8 +272,16 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def template() -> Iterator[Template]:
+    """A process that has imported SGLang: an engine that is forked from it is spared most of its start."""
+    template = Template(HERE / "support", IMPORTED)
+    yield template
+    template.close()
+
+
 @pytest.fixture(scope="module")
-def serve(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Served]]:
+def serve(model: Path, tmp_path_factory: pytest.TempPathFactory, template: Template) -> Iterator[Callable[..., Served]]:
     """Starts an engine; the one before it is ended first, unless it is to stay `beside`. All have one witness."""
     running: list[Served] = []
     witness = tmp_path_factory.mktemp("witness") / "blocks"
@@ -280,7 +292,7 @@ def serve(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
     ) -> Served:  # fmt: skip
         while running and not beside:
             running.pop().host.close()
-        running.append(Served(path, tiers, arguments or {}, linker or {}, config, witness))
+        running.append(Served(path, tiers, arguments or {}, linker or {}, config, witness, template))
         return running[-1]
 
     yield start
@@ -289,14 +301,14 @@ def serve(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cal
 
 
 @pytest.fixture
-def hicache(model: Path) -> Iterator[Callable[..., HiCache]]:
+def hicache(model: Path, template: Template) -> Iterator[Callable[..., HiCache]]:
     """Starts an engine under HiCache; the one before it is ended first."""
     running: list[HiCache] = []
 
     def start(folder: Path, backend: str = "kvtier") -> HiCache:
         while running:
             running.pop().host.close()
-        running.append(HiCache(model, folder, backend))
+        running.append(HiCache(model, folder, backend, template))
         return running[-1]
 
     yield start

@@ -16,7 +16,7 @@ from typing import IO
 from kvtier.testing import ChildFailed
 
 IMPORT_S = 420.0
-_READ = ("KVTIER_", "VLLM_", "PYTHON", "OMP_", "HF_")
+_READ = ("KVTIER_", "VLLM_", "SGLANG_", "PYTHON", "OMP_", "HF_")
 """Variables that are read as modules are imported begin so; libraries that a test imports set some others."""
 
 

@@ -1,14 +1,16 @@
 """Runs one SGLang engine on the CPU driven by lines of JSON, each answered by another.
 
-    python engine_host.py '{"model_path": …, more arguments of sgl.Engine}' ORDERS_FD ANSWERS_FD
+    python engine_host.py '{"model_path": …, more arguments of sgl.Engine}' [forked] ORDERS_FD ANSWERS_FD
 
-Orders are {"do": one of VERBS, …}.
+With "forked" it runs in a process that was forked from one that has imported SGLang, and so do the engine's. Orders
+are {"do": one of VERBS, …}.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -139,7 +141,7 @@ VERBS = {"generate": generate, "staggered": staggered, "abort": abort, "flush": 
 
 
 def main() -> None:
-    orders, answers = os.fdopen(int(sys.argv[2])), os.fdopen(int(sys.argv[3]), "w")
+    orders, answers = os.fdopen(int(sys.argv[-2])), os.fdopen(int(sys.argv[-1]), "w")
 
     def say(answer: Any) -> None:
         print(json.dumps(answer), file=answers, flush=True)
@@ -151,6 +153,8 @@ def main() -> None:
     from state_kernels import allow_tracking  # beside this file
 
     allow_tracking()
+    if "forked" in sys.argv[2:]:
+        fork_the_others()
     engine = sglang.Engine(**{**DEFAULTS, **json.loads(sys.argv[1])})
     say("ready")
     for line in orders:
@@ -160,6 +164,12 @@ def main() -> None:
         except Exception as error:
             say({"error": f"{type(error).__name__}: {error}"})
     engine.shutdown()
+
+
+def fork_the_others() -> None:
+    """Fork the engine's processes from this one: SGLang has them begin anew, and import everything again."""
+    set_start_method = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda method, force=False: set_start_method("fork", force)
 
 
 def let_them_save(seconds: float = 20) -> None:
