@@ -126,10 +126,15 @@ def loads_in_step(vllm_config: Any, kv_cache_config: Any) -> bool:
     is not put right; and where the step does not clear new blocks, since that might come after the load."""
     from vllm.v1.core.block_pool import BlockPool
 
-    stages = getattr(getattr(vllm_config, "parallel_config", None), "pipeline_parallel_size", None)
-    in_turn = stages == 1 and getattr(vllm_config.scheduler_config, "async_scheduling", None) is False
     plain = len(kv_cache_config.kv_cache_groups) == 1 and not getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
-    return in_turn and plain and hasattr(BlockPool, "evict_blocks")
+    return plain and not plans_ahead(vllm_config) and hasattr(BlockPool, "evict_blocks")
+
+
+def plans_ahead(vllm_config: Any) -> bool:
+    """Whether a step may be planned before it is known what became of the one before. Of a request that turns out to
+    have run on wrong blocks, the engine takes back the step that tells so, and not those that are planned already."""
+    stages = getattr(getattr(vllm_config, "parallel_config", None), "pipeline_parallel_size", None)
+    return stages != 1 or getattr(vllm_config.scheduler_config, "async_scheduling", None) is not False
 
 
 def stages_of(vllm_config: Any) -> int:

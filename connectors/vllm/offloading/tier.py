@@ -107,7 +107,8 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._flush_s = settings.own.get("flush_timeout", 3.0)
         self._store_wait_s = settings.own.get("store_wait", 1.0)
         self._get_s = config.deadlines.get
-        self._reader = RequestReader(config, current=lambda: self._caches.config)
+        plans_ahead = engine is not None and compat.plans_ahead(engine)
+        self._reader = RequestReader(config, plans_ahead=plans_ahead, current=lambda: self._caches.config)
         self._block_tokens = namespace.block_tokens
         self._hashes_per_chunk = max(1, namespace.block_tokens // int(offloading_spec.config.cache.tokens_per_hash))
         self._feedback = Feedback(namespace.block_tokens, config.retention.hints)
@@ -157,6 +158,10 @@ class KVTierSecondaryTier(SecondaryTierManager):
         """A request's adapter, by id and name; None without one."""
         state = self._requests.get(name)
         return None if state is None else state.adapter
+
+    def certain(self, name: str) -> bool:
+        """Whether blocks of the request's adapter may be loaded, by vLLM from wherever: see `RequestReader`."""
+        return self._reader.certain(self.adapter_of(name))
 
     def told(self, adapters: Mapping[int, str]) -> None:
         """The workers have loaded these adapters, by id. Nothing is kept of requests of those taken for others."""

@@ -126,6 +126,16 @@ def test_requests_of_an_adapter_that_was_another_are_given_up(make: Callable[...
     assert not stack.tier._requests and cache.stats()["g2"]["pinned"] == 0, "what it had found is let go of"
 
 
+def test_where_steps_are_planned_ahead_an_adapter_loads_nothing_until_it_is_known(make: Callable[..., Stack]) -> None:
+    stack, keys = make(), chain(1, 2)
+    stack.tier._reader._plans_ahead = True
+    adapted, plain = stack.request(keys), stack.request(keys)
+    stack.tier._requests[adapted.req_id].adapter = (7, "lora:old")
+    assert stack.tier.certain(plain.req_id) and not stack.tier.certain(adapted.req_id)
+    stack.tier.told({7: "lora:old"})
+    assert stack.tier.certain(adapted.req_id)
+
+
 def test_a_copy_under_way_is_waited_for(make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch) -> None:
     stack, keys = make(), chain(1, 2)
     stack.keep(keys)
