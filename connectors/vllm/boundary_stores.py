@@ -69,11 +69,11 @@ class BoundaryStores:
         left = 0 if manager is None else max(1, self._limits.step_bytes // manager.host.block_bytes)
         while held.ready and (not moves or len(held.ready[0].blocks) <= left):
             boundary = held.ready.pop(0)
-            left -= len(boundary.blocks)
             copy: _Copy | None = None
             if not held.lasting(boundary):
                 self._counters["spill_lost"] += len(boundary.blocks)
             elif manager is not None and not self.stopped:
+                left -= len(boundary.blocks)
                 copy = or_fallback(self._reserve, manager, boundary, fallback=None)
             if copy is None:
                 held.give_back(boundary)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,24 @@ def test_blocks_that_are_handed_out_before_their_copy_is_made_are_not_published(
     assert engine.half.counters["spill_lost"] >= 3
     assert [warm(engine, asked), warm(engine, asked)] == [0, 56]
     engine.check()
+
+
+def test_a_boundary_that_is_lost_takes_no_other_ones_place_in_a_step(make: Make) -> None:
+    """Three requests end in one step, which has room for the copies of two; the second one's blocks are gone."""
+    engine = make([(20, 2)], max_num_batched_tokens=200, connector={"ack_timeout": "1h"})
+    half, asked = engine.half, [prompt(seed, 60) for seed in (8, 9, 10)]
+    for one in asked:
+        engine.add(one, 1)
+    engine.step()
+    first, second, third = half._held.ready
+    second.lost = True
+    room = len(first.blocks) + len(third.blocks)
+    half._boundaries._limits = replace(half._limits, step_bytes=room * engine.cache.manager.host.block_bytes)
+    engine.step()
+    assert not half._held.ready and half.counters["spill_lost"] == len(second.blocks)
+    engine.run()
+    engine.check()
+    assert [warm(engine, one) for one in asked] == [56, 0, 56]
 
 
 def test_an_error_at_one_boundary_costs_no_other(make: Make) -> None:
