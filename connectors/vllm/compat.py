@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import islice, repeat
+from itertools import repeat
 from string import hexdigits
 from typing import Any
 
@@ -117,6 +117,11 @@ def computed(request: Any) -> int:
     never an input, nor drafts that were refused, nor what is planned and has not run."""
     done = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
     return int(min(request.num_tokens - 1, done))
+
+
+def holds_blocks(request: Any) -> bool:
+    """Whether the engine has not taken back all blocks of the request: it begins anew then."""
+    return bool(request.num_computed_tokens)
 
 
 def loads_in_step(vllm_config: Any, kv_cache_config: Any) -> bool:
@@ -311,14 +316,11 @@ class EnginePool:
 
     def head(self, count: int) -> Iterator[int]:
         """Numbers of the blocks that will be handed out next."""
-        return islice(self._walk(), count)
-
-    def _walk(self) -> Iterator[int]:
         queue = self._pool.free_block_queue
         block = queue.fake_free_list_head.next_free_block
-        while block is not None and block is not queue.fake_free_list_tail:
+        while count and block is not None and block is not queue.fake_free_list_tail:
             yield block.block_id
-            block = block.next_free_block
+            block, count = block.next_free_block, count - 1
 
 
 def hash_problem(algorithm: str, randomised: bool) -> str:
