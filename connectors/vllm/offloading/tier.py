@@ -293,7 +293,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         search = state.search if state is not None else None
         if search is not None:
             search.spent = True
-        load = self._start(self._loads, job_metadata, lambda placed: self._load(state, search, placed))
+        load = self._start(self._loads, job_metadata, lambda: self._load(state, search, job_metadata))
         if search is not None:
             search.load = load
 
@@ -304,19 +304,19 @@ class KVTierSecondaryTier(SecondaryTierManager):
         if state is not None and state.control.store and not state.stale:
             known = or_fallback(state.chain_of, job_metadata.req_context, self._block_tokens, fallback=chain)
             chain = list(known)
-        self._start(self._stores, job_metadata, lambda placed: self._store(state, chain, placed))
+        self._start(self._stores, job_metadata, lambda: self._store(state, chain, self._placed(job_metadata)))
 
     def _start(
         self,
         thread: concurrent.futures.ThreadPoolExecutor,
         job: TransferJob,
-        move: Callable[[list[Placed]], list[bytes]],
+        move: Callable[[], list[bytes]],
     ) -> concurrent.futures.Future[None]:
         """Run a job's move, and report it in any case: until then vLLM's rows are pinned."""
 
         def run() -> None:
             began = time.monotonic()
-            good = or_fallback(lambda: move(self._placed(job)), fallback=list[bytes]())
+            good = or_fallback(move, fallback=list[bytes]())
             self._results.put(
                 JobResult(
                     job.job_id,
@@ -336,13 +336,13 @@ class KVTierSecondaryTier(SecondaryTierManager):
         places = zip(job.keys, job.chunk_ids, strict=True)
         return [Placed(key, self._depth(key, job.req_context), int(row)) for key, row in places]
 
-    def _load(self, state: TierRequest | None, search: Search | None, placed: list[Placed]) -> list[bytes]:
+    def _load(self, state: TierRequest | None, search: Search | None, job: TransferJob) -> list[bytes]:
         """Returns the keys whose rows hold their block now."""
-        cache = self._cache
-        if state is None or search is None or search.lease is None or cache is None:
+        if state is None or search is None or search.lease is None:
             return []
         lease, good, tiers = search.lease, [], []
         try:
+            placed = self._placed(job)
             for key, depth, row in placed:
                 index = depth - search.start
                 slot: Slot | None = lease.slots[index] if 0 <= index < len(lease) else None
@@ -357,7 +357,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         state.read += tokens
         self.counters.update({(_TOKENS_READ, tier): count for tier, count in tokens.items()})
         lease.tiers = tiers
-        if search.first:
+        if search.first and (cache := self._cache) is not None:
             cache.manager.count(lease, search.asked)
         search.served = len(good) == len(placed)
         return good
