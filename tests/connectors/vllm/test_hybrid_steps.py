@@ -560,11 +560,11 @@ def test_a_rank_that_leaves_a_boundarys_copy_unanswered_stops_them(
     while not answers:
         engine.step()
     copying = len(stores)
-    now = [half._clock.monotonic()]
-    stores.abort_overdue(half._held, now[0])
+    now = half._clock.monotonic()
+    for _ in range(9):
+        stores.abort_overdue(half._held, now)
     assert not stores.stopped, "it is not overdue"
-    for _ in range(2):
-        stores.abort_overdue(half._held, now[0] + half._limits.ack_timeout_s + 1)
+    stores.abort_overdue(half._held, now + half._limits.ack_timeout_s + 1)
     assert stores.stopped and half.counters["copies_abandoned"] > 0
     assert caplog.text.count("has not answered a copy") == 1
     assert engine.cache.stats()["g2"]["quarantined"] == half.counters["copies_abandoned"]
