@@ -272,6 +272,25 @@ def test_a_request_with_an_adapter_is_not_cached_whatever_else_went_wrong_with_i
     engine.check()
 
 
+@pytest.mark.parametrize("windows", [[], [(20, 2)]])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_nothing_is_stored_of_a_client_that_went_away_before_its_tenant_was_purged(
+    make: Make, windows: list[tuple[int, int]], asynchronous: bool
+) -> None:
+    """A step of it is under way, or what its end has left waits for the next one's answers."""
+    for steps in range(1, 6):
+        engine = make(windows, async_scheduling=asynchronous, max_num_batched_tokens=24)
+        name = engine.add(prompt(16, 60), 9)
+        for _ in range(steps):
+            engine.step()
+        engine.abort(name)
+        engine.cache.purge()
+        engine.run()
+        assert engine.cache.stats()["g2"]["blocks"] == 0, steps
+        engine.check()
+        engine.close()
+
+
 WIDTHS = [1, 2, 7, 8, 9, 16, 17, 20, 33, 40]
 RAISING = [
     ("half", "_follow"), ("half", "_more"), ("half", "_pin"), ("half", "_end"), ("_held", "cover"),
