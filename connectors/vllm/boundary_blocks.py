@@ -26,7 +26,7 @@ Called on the engine's one scheduler thread; nothing here waits.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvtier.connectors.vllm.boundary import Boundary, Found, Left, Tables
@@ -403,6 +403,15 @@ class BoundaryBlocks:
         boundary.held = False
         self._holding.discard(boundary)
         self.count -= len(boundary.blocks)
+
+    def forget(self, purged: Callable[[Chain], bool]) -> None:
+        """Nothing is kept of what waits for its copy under chains that are purged, nor of requests that are over."""
+        gone = [one for one in self.ready if purged(one.chain)]
+        gone += [one for one in self._pending if not self.running(one) and purged(one.track.chain)]
+        self.ready = [one for one in self.ready if one not in gone]
+        self._pending = [one for one in self._pending if one not in gone]
+        for boundary in gone:
+            self.give_back(boundary)
 
     def watch_all(self) -> None:
         """The engine is about to reset its pool, which it cannot while blocks are held."""

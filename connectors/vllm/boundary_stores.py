@@ -18,6 +18,7 @@ from kvtier.connectors.fallback import or_fallback
 from kvtier.connectors.vllm.boundary import Boundary
 from kvtier.connectors.vllm.boundary_blocks import BoundaryBlocks
 from kvtier.connectors.vllm.messages import StepMoves
+from kvtier.connectors.vllm.patience import Patience
 from kvtier.connectors.vllm.stores import ConnectorLimits
 from kvtier.manager.manager import Manager
 from kvtier.tiers.host.slot import Slot
@@ -57,6 +58,7 @@ class BoundaryStores:
         self._counters = counters
         self._job = job
         self._copying: dict[int, _Copy] = {}
+        self._patience = Patience()
 
     def __len__(self) -> int:
         """Copies under way."""
@@ -69,11 +71,11 @@ class BoundaryStores:
         left = 0 if manager is None else max(1, self._limits.step_bytes // manager.host.block_bytes)
         while held.ready and (not moves or len(held.ready[0].blocks) <= left):
             boundary = held.ready.pop(0)
-            left -= len(boundary.blocks)
             copy: _Copy | None = None
             if not held.lasting(boundary):
                 self._counters["spill_lost"] += len(boundary.blocks)
             elif manager is not None and not self.stopped:
+                left -= len(boundary.blocks)
                 copy = or_fallback(self._reserve, manager, boundary, fallback=None)
             if copy is None:
                 held.give_back(boundary)
@@ -125,9 +127,12 @@ class BoundaryStores:
             self._counters["blocks_stored"] += len(copy.slots)
 
     def abort_overdue(self, held: BoundaryBlocks, mono_s: Mono) -> None:
-        """Abort copies that a rank leaves unanswered: their slots go to quarantine, and nothing more is copied out."""
-        overdue = next(iter(self._copying.values()), None)
-        if overdue is None or overdue.abandoned or mono_s - overdue.since_s < self._limits.ack_timeout_s:
+        """A step has run. Abort copies that a rank leaves unanswered: their slots go to quarantine, and nothing more is
+        copied out."""
+        oldest = next(iter(self._copying.values()), None)
+        if oldest is None or oldest.abandoned:
+            return
+        if not self._patience.over(oldest, mono_s - oldest.since_s, self._limits.ack_timeout_s):
             return
         log.error("a rank has not answered a copy for %.0f s: no boundary is stored", self._limits.ack_timeout_s)
         self.stopped = True

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import islice, repeat
+from itertools import repeat
 from string import hexdigits
 from typing import Any
 
@@ -119,6 +119,11 @@ def computed(request: Any) -> int:
     return int(min(request.num_tokens - 1, done))
 
 
+def holds_blocks(request: Any) -> bool:
+    """Whether the engine has not taken back all blocks of the request: it begins anew then."""
+    return bool(request.num_computed_tokens)
+
+
 def loads_in_step(vllm_config: Any, kv_cache_config: Any) -> bool:
     """Whether the engine puts right what a load leaves that is made, and fails, within the step that reads it. Only
     where a step's outcome is known before the next one is planned, which could build upon a failed load; where the pool
@@ -126,10 +131,15 @@ def loads_in_step(vllm_config: Any, kv_cache_config: Any) -> bool:
     is not put right; and where the step does not clear new blocks, since that might come after the load."""
     from vllm.v1.core.block_pool import BlockPool
 
-    stages = getattr(getattr(vllm_config, "parallel_config", None), "pipeline_parallel_size", None)
-    in_turn = stages == 1 and getattr(vllm_config.scheduler_config, "async_scheduling", None) is False
     plain = len(kv_cache_config.kv_cache_groups) == 1 and not getattr(kv_cache_config, "needs_kv_cache_zeroing", False)
-    return in_turn and plain and hasattr(BlockPool, "evict_blocks")
+    return plain and not plans_ahead(vllm_config) and hasattr(BlockPool, "evict_blocks")
+
+
+def plans_ahead(vllm_config: Any) -> bool:
+    """Whether a step may be planned before it is known what became of the one before. Of a request that turns out to
+    have run on wrong blocks, the engine takes back the step that tells so, and not those that are planned already."""
+    stages = getattr(getattr(vllm_config, "parallel_config", None), "pipeline_parallel_size", None)
+    return stages != 1 or getattr(vllm_config.scheduler_config, "async_scheduling", None) is not False
 
 
 def stages_of(vllm_config: Any) -> int:
@@ -306,14 +316,11 @@ class EnginePool:
 
     def head(self, count: int) -> Iterator[int]:
         """Numbers of the blocks that will be handed out next."""
-        return islice(self._walk(), count)
-
-    def _walk(self) -> Iterator[int]:
         queue = self._pool.free_block_queue
         block = queue.fake_free_list_head.next_free_block
-        while block is not None and block is not queue.fake_free_list_tail:
+        while count and block is not None and block is not queue.fake_free_list_tail:
             yield block.block_id
-            block = block.next_free_block
+            block, count = block.next_free_block, count - 1
 
 
 def hash_problem(algorithm: str, randomised: bool) -> str:

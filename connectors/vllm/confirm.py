@@ -68,6 +68,11 @@ class Track:
     due: int = -1  # tokens with which the next block is full; less than any where the next step must be looked at
 
     @property
+    def computed(self) -> bool:
+        """Whether something of it was computed, or is planned to be, since it has its blocks."""
+        return self.open >= 0 or self.trusted > 0
+
+    @property
     def lasting(self) -> int:
         """How many of its leading blocks may lie on a disk, by its own terms."""
         return self.storable_blocks if self.storable and self.chain.terms.ceiling >= Depth.G3 else 0

@@ -199,7 +199,12 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         half = partial(HybridHalf, self._groups) if self._groups.beside else SchedulerHalf
         self._scheduler = half(
             caches,
-            RequestReader(config, names_images=compat.names_images(self._vllm_config), current=lambda: caches.config),
+            RequestReader(
+                config,
+                names_images=compat.names_images(self._vllm_config),
+                plans_ahead=compat.plans_ahead(self._vllm_config),
+                current=lambda: caches.config,
+            ),
             config.offload,
             self._limits(),
             self._cache_layout.ranks,

@@ -174,11 +174,8 @@ class HybridHalf(SchedulerHalf):
 
     def _forget(self, tenants: set[Scope]) -> None:
         super()._forget(tenants)
-        if (held := self._held) is not None:
-            purged = [one for one in held.ready if tenant_of(one.chain[0]) in tenants]
-            held.ready = [one for one in held.ready if one not in purged]
-            for boundary in purged:
-                held.give_back(boundary)
+        if self._held is not None:
+            self._held.forget(lambda chain: bool(chain) and tenant_of(chain[0]) in tenants)
 
     def _follow(self, output: Any) -> None:
         if self._groups.states:

@@ -259,6 +259,10 @@ class Adapters:
             known = self._known[number, path] = ((), "")
         return known[1]
 
+    def loaded(self, number: int) -> bool:
+        """Whether the workers have told what they loaded under this id."""
+        return number in self._told
+
     def told(self, adapters: Mapping[int, str]) -> set[int]:
         """The workers have loaded these, by id; "" for one of no certain content. Returns the ids that were taken for
         others until now."""

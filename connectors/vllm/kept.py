@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvtier.clock import Clock
+from kvtier.connectors.vllm import compat
 from kvtier.connectors.vllm.compat import EnginePool
 from kvtier.connectors.vllm.confirm import Confirmer, Track
 from kvtier.connectors.vllm.loads import Loads
@@ -46,12 +47,13 @@ class KeptBlocks:
 
     def keep(self, track: Track, step: int) -> bool:
         """A request has ended; steps up to `step` were planned. True: its blocks are kept until `free` names it. Those
-        of a request that waits for its load are the load's: the engine keeps them until that has ended, and there is
-        nothing else in them."""
+        of a request that waits for a load, of ours or of another connector, are the load's: the engine keeps them until
+        that has ended, and there is nothing else in them. So with those that it has taken back between two steps."""
         pool, confirmer = self._pool, self._confirmer
         if pool is None or confirmer is None or pool.caching:
             return False
-        wanted = track.storable and track.table and not self._stores.stopped and not self._loads.waits(track.name)
+        held = compat.holds_blocks(track.request) and not self._loads.waits(track.name)
+        wanted = track.storable and track.table and track.computed and held and not self._stores.stopped
         count = sum(len(kept.track.table) for kept in self._of.values())
         if wanted and 4 * (count + len(track.table)) <= pool.blocks:
             until_s = self._clock.monotonic() + self._stores.limits.flush_timeout_s

@@ -30,15 +30,21 @@ class RequestReader:
     """Reads from the engine's requests how they are cached."""
 
     def __init__(
-        self, config: Config, *, names_images: bool = True, current: Callable[[], Config] | None = None
+        self,
+        config: Config,
+        *,
+        names_images: bool = True,
+        plans_ahead: bool = False,
+        current: Callable[[], Config] | None = None,
     ) -> None:
-        """`names_images`: whether the engine names images by what they show. `current`: the configuration in force, as
-        far as it may change."""
+        """`names_images`: whether the engine names images by what they show. `plans_ahead`: whether it plans steps
+        before it knows what became of those before. `current`: the configuration in force, as far as it may change."""
         self.controls, self._config = Controls(config), config
         self.default = default_terms(self.controls)
         """The terms of blocks without other ones; None once a reload has changed them, since G2 has some of either."""
         self._current = current or (lambda: config)
         self._names_images = names_images
+        self._plans_ahead = plans_ahead
         self._scopes = Scopes(config)
         self._adapters = Adapters()
 
@@ -59,6 +65,11 @@ class RequestReader:
         """The request's adapter, by id and name; None without one."""
         adapter = compat.adapter_of(request)
         return None if adapter is None else (adapter.lora_int_id, (self._adapters.of(adapter) or b"").decode("ascii"))
+
+    def certain(self, adapter: tuple[int, str] | None) -> bool:
+        """Whether blocks of an adapter (None: of none) may be loaded: workers load it when a request of it runs first.
+        If it turns out to be another one then, a step that is planned ahead of that has read them, too."""
+        return not self._plans_ahead or adapter is None or self._adapters.loaded(adapter[0])
 
     def told(self, adapters: Mapping[int, str]) -> set[int]:
         """The workers have loaded these adapters, by id. Returns the ids that were taken for others until now."""

@@ -192,7 +192,7 @@ class SchedulerHalf:
             state.in_step = state.in_step and self._loads.fit_in_step(len(lease))
             return state.offered(self._block_tokens)
         state.drop_lease()
-        if manager is None or start >= usable or self._loads.late:
+        if manager is None or start >= usable or self._loads.late or not self._reader.certain(state.adapter):
             return 0, False
         if not state.promoted.done:
             if state.wait_until_s is None:

@@ -23,6 +23,7 @@ from kvtier.connectors.runs import runs_of
 from kvtier.connectors.vllm import compat
 from kvtier.connectors.vllm.confirm import Chain, Confirmed, Confirmer, Token
 from kvtier.connectors.vllm.messages import StepMoves
+from kvtier.connectors.vllm.patience import Patience
 from kvtier.identity.keys import Scope, tenant_of
 from kvtier.manager.manager import Manager
 from kvtier.retention.ranges import BlockTerms
@@ -123,6 +124,7 @@ class Stores:
         self._confirmer: Confirmer | None = None
         self._dirty = DirtyList()
         self._storing: dict[int, _Storing] = {}
+        self._patience = Patience()
         # Copies go out in batches, since each command costs the workers' threads as much as many blocks.
         self._grain = min(_GRAIN_S, offload.dirty_max_age / 4)
         self._copied_at = -math.inf  # when copies were last planned
@@ -332,9 +334,12 @@ class Stores:
             self._counters["blocks_stored"] += len(run.slots)
 
     def abort_overdue(self, mono_s: Mono) -> None:
-        """Abort copies that a rank leaves unanswered: their slots go to quarantine, and nothing more is copied out."""
-        overdue = next(iter(self._storing.values()), None)
-        if overdue is None or overdue.abandoned or mono_s - overdue.since_s < self.limits.ack_timeout_s:
+        """A step has run. Abort copies that a rank leaves unanswered: their slots go to quarantine, and nothing more is
+        copied out."""
+        oldest = next(iter(self._storing.values()), None)
+        if oldest is None or oldest.abandoned:
+            return
+        if not self._patience.over(oldest, mono_s - oldest.since_s, self.limits.ack_timeout_s):
             return
         log.error("a rank has not answered a copy for %.0f s: nothing more is offloaded", self.limits.ack_timeout_s)
         self.stopped = True

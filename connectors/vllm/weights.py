@@ -81,17 +81,19 @@ class AdapterClaims:
         self._open: list[tuple[int, str, tuple[int, ...]]] = []
 
     def right(self, adapter: int, name: str, blocks: tuple[int, ...]) -> bool:
-        """Whether blocks under this name are the adapter's, as far as is known by now; `settle` tells of the rest."""
+        """Whether blocks under this name are the adapter's, as far as is known by now; `settle` tells of the rest. Of
+        more than can be remembered until then, nothing is taken for right."""
         known = self._watch.adapters.get(adapter)
-        if known is None:
+        if known is None and len(self._open) < _CLAIMS_MAX:
             self._open.append((adapter, name, blocks))
-        return known is None or known == name
+            return True
+        return known == name
 
     def settle(self) -> set[int]:
         """Blocks that are another adapter's after all, since the last call."""
         loaded = self._watch.adapters
         bad = {block for number, name, blocks in self._open if loaded.get(number, name) != name for block in blocks}
-        self._open = [claim for claim in self._open if claim[0] not in loaded][-_CLAIMS_MAX:]
+        self._open = [claim for claim in self._open if claim[0] not in loaded]
         return bad
 
 

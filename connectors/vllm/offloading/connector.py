@@ -54,8 +54,10 @@ class KVTierOffloadingConnector(OffloadingConnector):
         for tier in self._tiers:
             or_fallback(tier.introduce, request, fallback=None)
         super().on_new_request(request)
+        state = self.scheduler._req_status[request.request_id]
+        if not all(tier.certain(request.request_id) for tier in self._tiers):
+            state.max_load_tokens = 0
         if self._off or (not self._names_images and compat.holds_media(request)):
-            state = self.scheduler._req_status[request.request_id]
             state.max_load_tokens = state.max_offload_tokens = 0
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

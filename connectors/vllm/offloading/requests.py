@@ -66,9 +66,10 @@ class Search:
         return True
 
     def end(self) -> None:
-        """Release its blocks. The promotion's bytes stay in G2 if it was nearly done. Idempotent."""
+        """Release its blocks, but for those that are being copied: the copy does that at its end. The promotion's bytes
+        stay in G2 if it was nearly done. Idempotent."""
         self.promoted.abandon()
-        if self.lease is not None:
+        if self.lease is not None and not self.spent:
             self.lease.release()
         self.spent = True
 

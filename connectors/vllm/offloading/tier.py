@@ -107,7 +107,8 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._flush_s = settings.own.get("flush_timeout", 3.0)
         self._store_wait_s = settings.own.get("store_wait", 1.0)
         self._get_s = config.deadlines.get
-        self._reader = RequestReader(config, current=lambda: self._caches.config)
+        plans_ahead = engine is not None and compat.plans_ahead(engine)
+        self._reader = RequestReader(config, plans_ahead=plans_ahead, current=lambda: self._caches.config)
         self._block_tokens = namespace.block_tokens
         self._hashes_per_chunk = max(1, namespace.block_tokens // int(offloading_spec.config.cache.tokens_per_hash))
         self._feedback = Feedback(namespace.block_tokens, config.retention.hints)
@@ -157,6 +158,10 @@ class KVTierSecondaryTier(SecondaryTierManager):
         """A request's adapter, by id and name; None without one."""
         state = self._requests.get(name)
         return None if state is None else state.adapter
+
+    def certain(self, name: str) -> bool:
+        """Whether blocks of the request's adapter may be loaded, by vLLM from wherever: see `RequestReader`."""
+        return self._reader.certain(self.adapter_of(name))
 
     def told(self, adapters: Mapping[int, str]) -> None:
         """The workers have loaded these adapters, by id. Nothing is kept of requests of those taken for others."""
@@ -288,7 +293,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         search = state.search if state is not None else None
         if search is not None:
             search.spent = True
-        load = self._start(self._loads, job_metadata, lambda placed: self._load(state, search, placed))
+        load = self._start(self._loads, job_metadata, lambda: self._load(state, search, job_metadata))
         if search is not None:
             search.load = load
 
@@ -299,19 +304,19 @@ class KVTierSecondaryTier(SecondaryTierManager):
         if state is not None and state.control.store and not state.stale:
             known = or_fallback(state.chain_of, job_metadata.req_context, self._block_tokens, fallback=chain)
             chain = list(known)
-        self._start(self._stores, job_metadata, lambda placed: self._store(state, chain, placed))
+        self._start(self._stores, job_metadata, lambda: self._store(state, chain, self._placed(job_metadata)))
 
     def _start(
         self,
         thread: concurrent.futures.ThreadPoolExecutor,
         job: TransferJob,
-        move: Callable[[list[Placed]], list[bytes]],
+        move: Callable[[], list[bytes]],
     ) -> concurrent.futures.Future[None]:
         """Run a job's move, and report it in any case: until then vLLM's rows are pinned."""
 
         def run() -> None:
             began = time.monotonic()
-            good = or_fallback(lambda: move(self._placed(job)), fallback=list[bytes]())
+            good = or_fallback(move, fallback=list[bytes]())
             self._results.put(
                 JobResult(
                     job.job_id,
@@ -331,13 +336,13 @@ class KVTierSecondaryTier(SecondaryTierManager):
         places = zip(job.keys, job.chunk_ids, strict=True)
         return [Placed(key, self._depth(key, job.req_context), int(row)) for key, row in places]
 
-    def _load(self, state: TierRequest | None, search: Search | None, placed: list[Placed]) -> list[bytes]:
+    def _load(self, state: TierRequest | None, search: Search | None, job: TransferJob) -> list[bytes]:
         """Returns the keys whose rows hold their block now."""
-        cache = self._cache
-        if state is None or search is None or search.lease is None or cache is None:
+        if state is None or search is None or search.lease is None:
             return []
         lease, good, tiers = search.lease, [], []
         try:
+            placed = self._placed(job)
             for key, depth, row in placed:
                 index = depth - search.start
                 slot: Slot | None = lease.slots[index] if 0 <= index < len(lease) else None
@@ -352,7 +357,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         state.read += tokens
         self.counters.update({(_TOKENS_READ, tier): count for tier, count in tokens.items()})
         lease.tiers = tiers
-        if search.first:
+        if search.first and (cache := self._cache) is not None:
             cache.manager.count(lease, search.asked)
         search.served = len(good) == len(placed)
         return good

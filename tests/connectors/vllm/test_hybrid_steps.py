@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -190,6 +191,24 @@ def test_blocks_that_are_handed_out_before_their_copy_is_made_are_not_published(
     engine.check()
 
 
+def test_a_boundary_that_is_lost_takes_no_other_ones_place_in_a_step(make: Make) -> None:
+    """Three requests end in one step, which has room for the copies of two; the second one's blocks are gone."""
+    engine = make([(20, 2)], max_num_batched_tokens=200, connector={"ack_timeout": "1h"})
+    half, asked = engine.half, [prompt(seed, 60) for seed in (8, 9, 10)]
+    for one in asked:
+        engine.add(one, 1)
+    engine.step()
+    first, second, third = half._held.ready
+    second.lost = True
+    room = len(first.blocks) + len(third.blocks)
+    half._boundaries._limits = replace(half._limits, step_bytes=room * engine.cache.manager.host.block_bytes)
+    engine.step()
+    assert not half._held.ready and half.counters["spill_lost"] == len(second.blocks)
+    engine.run()
+    engine.check()
+    assert [warm(engine, one) for one in asked] == [56, 0, 56]
+
+
 def test_an_error_at_one_boundary_costs_no_other(make: Make) -> None:
     """Two requests end in one step; there is no place found for the second one's windows."""
     engine = make([(20, 2)], max_num_batched_tokens=200, connector={"ack_timeout": "1h"})
@@ -251,6 +270,25 @@ def test_a_request_with_an_adapter_is_not_cached_whatever_else_went_wrong_with_i
     engine.run()
     assert engine.half.counters["blocks_stored"] == 0
     engine.check()
+
+
+@pytest.mark.parametrize("windows", [[], [(20, 2)]])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_nothing_is_stored_of_a_client_that_went_away_before_its_tenant_was_purged(
+    make: Make, windows: list[tuple[int, int]], asynchronous: bool
+) -> None:
+    """A step of it is under way, or what its end has left waits for the next one's answers."""
+    for steps in range(1, 6):
+        engine = make(windows, async_scheduling=asynchronous, max_num_batched_tokens=24)
+        name = engine.add(prompt(16, 60), 9)
+        for _ in range(steps):
+            engine.step()
+        engine.abort(name)
+        engine.cache.purge()
+        engine.run()
+        assert engine.cache.stats()["g2"]["blocks"] == 0, steps
+        engine.check()
+        engine.close()
 
 
 WIDTHS = [1, 2, 7, 8, 9, 16, 17, 20, 33, 40]
@@ -541,11 +579,11 @@ def test_a_rank_that_leaves_a_boundarys_copy_unanswered_stops_them(
     while not answers:
         engine.step()
     copying = len(stores)
-    now = [half._clock.monotonic()]
-    stores.abort_overdue(half._held, now[0])
+    now = half._clock.monotonic()
+    for _ in range(9):
+        stores.abort_overdue(half._held, now)
     assert not stores.stopped, "it is not overdue"
-    for _ in range(2):
-        stores.abort_overdue(half._held, now[0] + half._limits.ack_timeout_s + 1)
+    stores.abort_overdue(half._held, now + half._limits.ack_timeout_s + 1)
     assert stores.stopped and half.counters["copies_abandoned"] > 0
     assert caplog.text.count("has not answered a copy") == 1
     assert engine.cache.stats()["g2"]["quarantined"] == half.counters["copies_abandoned"]

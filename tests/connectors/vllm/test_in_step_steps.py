@@ -46,13 +46,17 @@ class InTurn(Modelless):
             return super()._forward(name, begin, end)
         except Wrong:
             (table,) = self.tables[name]
-            if not self.worker._bad_blocks.intersection(table[: -(-begin // self.size)]):
+            if not self._bad_blocks().intersection(table[: -(-begin // self.size)]):
                 raise
         self.spoilt += 1
         for place in range(begin, end):
             for memory in self.memory:
                 memory[table[place // self.size], place % self.size] = -9
         return [] if end < len(self.tokens[name]) else [1]
+
+    def _bad_blocks(self) -> set[int]:
+        """Blocks that the worker reports with this step."""
+        return set(self.worker._bad_blocks)
 
 
 @pytest.fixture

@@ -367,3 +367,23 @@ def test_drafted_tokens_are_followed(make: Make) -> None:
     output.scheduled_spec_decode_tokens = {"drafts": [1, 2], "unknown": [3]}
     engine.half.plan(output)
     assert engine.half._confirmer.get("drafts").drafts
+
+
+@pytest.mark.parametrize("steps", [1, 12])
+def test_one_long_step_is_no_rank_that_has_stopped_answering(make: Make, steps: int) -> None:
+    """A kernel is compiled for minutes while a copy is under way."""
+    engine = make()
+    engine.add("r", PROMPT, wanted=30)
+    engine.step()
+    engine.held = True
+    engine.clock.advance(1.0)
+    while not engine.half._stores._storing:
+        engine.step()
+    engine.clock.advance(engine.half._limits.ack_timeout_s + 1)
+    for _ in range(steps):
+        engine.step()
+    assert engine.half._stores.stopped == (steps > 1)
+    engine.held = False
+    engine.run()
+    assert engine.stored(PROMPT) == (0 if steps > 1 else 5)
+    assert bool(engine.half.counters["copies_abandoned"]) == (steps > 1)

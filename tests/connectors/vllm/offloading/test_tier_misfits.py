@@ -126,19 +126,77 @@ def test_requests_of_an_adapter_that_was_another_are_given_up(make: Callable[...
     assert not stack.tier._requests and cache.stats()["g2"]["pinned"] == 0, "what it had found is let go of"
 
 
+def test_where_steps_are_planned_ahead_an_adapter_loads_nothing_until_it_is_known(make: Callable[..., Stack]) -> None:
+    stack, keys = make(), chain(1, 2)
+    stack.tier._reader._plans_ahead = True
+    adapted, plain = stack.request(keys), stack.request(keys)
+    stack.tier._requests[adapted.req_id].adapter = (7, "lora:old")
+    assert stack.tier.certain(plain.req_id) and not stack.tier.certain(adapted.req_id)
+    stack.tier.told({7: "lora:old"})
+    assert stack.tier.certain(adapted.req_id)
+
+
 def test_a_copy_under_way_is_waited_for(make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch) -> None:
     stack, keys = make(), chain(1, 2)
     stack.keep(keys)
     stack.forget()
     asking, gate = stack.request(keys), threading.Event()
     assert eventually(lambda: stack.tier.lookup(keys[0], asking) is not LookupResult.RETRY)
-    monkeypatch.setattr(stack.tier, "_load", lambda state, search, placed: gate.wait(30) and [])
+    monkeypatch.setattr(stack.tier, "_load", lambda state, search, job: gate.wait(30) and [])
     stack.tier.submit_load(TransferJob(79, keys, np.array([0, 1]), True, asking))
     assert stack.tier.lookup(keys[0], asking) is LookupResult.RETRY
     gate.set()
     finished(stack)
     assert eventually(lambda: stack.tier.lookup(keys[0], asking) is LookupResult.MISS)
     stack.manager.on_request_finished(asking)
+
+
+@pytest.mark.parametrize("ends", ["preempted", "given up"])
+def test_blocks_stay_where_they_are_while_they_are_copied(
+    make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """Their request lost its own blocks meanwhile, or its adapter turned out to be another one."""
+    stack, keys = make(), chain(1, 2)
+    stack.keep(keys)
+    stack.forget()
+    assert stack.idle() == IDLE
+    asking, begun, gate = stack.request(keys), threading.Event(), threading.Event()
+    stack.tier._requests[asking.req_id].adapter = (7, "lora:old")
+    stack.tier.told({7: "lora:old"})
+    plain = stack.tier._rows.write
+
+    def write(row: int, pieces: Any) -> None:
+        begun.set()
+        assert gate.wait(30)
+        plain(row, pieces)
+
+    monkeypatch.setattr(stack.tier._rows, "write", write)
+    assert eventually(lambda: stack.tier.lookup(keys[0], asking) is not LookupResult.RETRY)
+    stack.tier.submit_load(TransferJob(80, keys, np.array([0, 1]), True, asking))
+    assert begun.wait(30)
+    if ends == "preempted":
+        stack.step(preempted=(asking.req_id,))
+    else:
+        stack.tier.told({7: "lora:new"})
+    assert stack.cache.stats()["g2"]["pinned"] == 2
+    gate.set()
+    (told,) = finished(stack)
+    assert told.success and [row.tobytes() for row in stack.rows()[:2]] == [payload(key) for key in keys]
+    stack.manager.on_request_finished(asking)
+    assert stack.idle() == IDLE
+
+
+def test_blocks_of_a_load_that_the_engine_gives_no_place_are_let_go_of(make: Callable[..., Stack]) -> None:
+    stack, keys = make(), chain(1, 2)
+    stack.keep(keys)
+    stack.forget()
+    asking = stack.request(keys)
+    assert eventually(lambda: stack.tier.lookup(keys[0], asking) is not LookupResult.RETRY)
+    stack.tier.submit_load(TransferJob(81, [*keys, *chain(2, 1)], np.array([0, 1, 2]), True, asking))
+    (told,) = finished(stack)
+    assert not told.success
+    stack.manager.on_request_finished(asking)
+    assert stack.idle() == IDLE
 
 
 def test_an_answer_of_a_worker_with_other_weights_is_refused() -> None:
