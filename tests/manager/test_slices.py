@@ -36,7 +36,7 @@ from tests.manager.support.steps import StepLock, TurnSteps, counted
 BLOCK = 512
 NS = sample_namespace(BLOCK)
 SMALL, LARGE, SLICE = 48, 192, 8
-IN_THE_TEST = ("steps_of", "MemoryTier")
+IN_THE_TEST = ("steps_of", "MemoryTier", "test_")
 SURE = Terms("sure", ttl=600, guarantee=True)
 PLAIN = Terms("plain", ttl=86_400)
 
