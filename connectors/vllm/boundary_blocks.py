@@ -11,7 +11,8 @@ So a boundary's blocks are *held* when the step that reaches it is planned:
     copied, or given up → the blocks are given back
 
 Where the pool is short nothing is held: the boundary's blocks are *watched*, as are those of a request that is over
-before they are copied. The engine may hand them out at any time, and the boundary is lost then.
+before they are copied, and all once the engine has no block for a request that runs. The engine may hand them out at
+any time, and the boundary is lost then.
 
 A state is what a step leaves at its end: in the block of its last token, which a later step overwrites unless that
 token is the block's last. So with states, only a boundary at which a step ends can be held, and one at which the engine
@@ -414,11 +415,17 @@ class BoundaryBlocks:
             self.give_back(boundary)
 
     def watch_all(self) -> None:
-        """The engine is about to reset its pool, which it cannot while blocks are held."""
+        """Nothing is held any more, as when the engine is about to reset its pool, which it cannot while blocks are."""
         for known in self._requests.values():
             self._release_tails(known)
         for boundary in list(self._holding):
             self.watch(boundary)
+
+    def free(self) -> bool:
+        """The engine needs blocks: watch what is held instead. Returns whether more are free now."""
+        before = self._pool.free()
+        self.watch_all()
+        return self._pool.free() > before
 
     def clear(self) -> None:
         """Nothing that was computed until now counts."""

@@ -296,6 +296,11 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler is not None and self._scheduler.pending()
 
     @falls_back_to(False)
+    def has_pending_block_frees(self) -> bool:
+        """Asked where a request that runs finds no block. True: the next step has some, and none is preempted."""
+        return isinstance(self._scheduler, HybridHalf) and self._scheduler.free_blocks()
+
+    @falls_back_to(False)
     def reset_cache(self) -> bool | None:
         return None if self._scheduler is None else self._scheduler.reset()
 

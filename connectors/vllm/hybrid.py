@@ -255,6 +255,10 @@ class HybridHalf(SchedulerHalf):
             ours = [tables[one.number] for one in self._groups.beside]
             self._held.finish(state.track, compat.computed(state.track.request), ours, self._step)
 
+    def free_blocks(self) -> bool:
+        """Hold no block any more. Returns whether the engine has more free ones now."""
+        return self._held is not None and self._held.free()
+
     def pending(self) -> bool:
         if super().pending():
             return True

@@ -301,6 +301,25 @@ RAISING = [
 """Calls of the scheduler half, or of a part of it, each of which raises now and then."""
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_no_request_is_preempted_for_blocks_that_wait_for_their_copies(make: Make, asked: bool) -> None:
+    """Copies end late, and the pool has just what two requests need. The control: an engine that does not ask."""
+    engine, preempted = make([(20, 2)], blocks=50, max_num_batched_tokens=200), []
+    preempt, poll = engine.scheduler._preempt_request, engine.worker.poll
+    engine.scheduler._preempt_request = lambda *given, **named: (preempted.append(given), preempt(*given, **named))
+    if not asked:
+        engine.connector.has_pending_block_frees = lambda: False
+    engine.worker.poll = lambda: None
+    names = [engine.add(prompt(seed, 100), 60) for seed in (1, 2)]
+    for _ in range(58):
+        engine.step()
+    engine.worker.poll = poll
+    engine.run()
+    assert len(preempted) == (0 if asked else 1)
+    assert [engine.answers[name][100:] for name in names] == [engine.right(prompt(seed, 100), 60) for seed in (1, 2)]
+    engine.check()
+
+
 class Storm:
     """Requests of every kind that come, go away, are preempted and fail, on one engine."""
 
