@@ -28,6 +28,7 @@ from kvtier.errors import FormatError, TierError
 from kvtier.tiers.disk.audit import audit
 from kvtier.tiers.disk.bad_places import bad_places
 from kvtier.tiers.disk.budget import Allowance, Balance, Debt, read_balance
+from kvtier.tiers.disk.environment import opened_environment
 from kvtier.tiers.disk.faults import Unusable, is_damage
 from kvtier.tiers.disk.geometry import Geometry, geometry_in, reach_in
 from kvtier.tiers.disk.layout import Layout
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-READERS_MAX = 1024
 MAP_BYTES_MIN = 80 << 20
 MAP_BYTES_PER_BLOCK = 2048  # an entry, its row in `order` and the unused part of B+tree pages are a third of this
 UNUSED_BYTES_MIN, UNUSED_SHARE = 16 << 20, 2
@@ -116,7 +116,7 @@ class Index:
         draft = path.with_name(path.name + ".new")
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(mode=0o700)
-        env = _environment(draft, map_bytes)
+        env = opened_environment(draft, map_bytes)
         try:
             with env.begin(write=True) as txn:
                 txn.put(FORMAT_KEY, SHORT_FORMAT.to_bytes(4, "little"))
@@ -153,7 +153,7 @@ class Index:
             if data.stat().st_size < map_bytes:  # the file is as long as the map, so that all processes map as much
                 os.truncate(data, map_bytes)
         try:
-            env = _environment(path, data.stat().st_size)
+            env = opened_environment(path, data.stat().st_size)
         except lmdb.Error as error:
             if "already open" in str(error):
                 detail = f"{path.parent} is open in this process already; a process opens a store once"
@@ -418,26 +418,3 @@ def _standing_still(readers: str, last_txn: int) -> int | None:
         if pid.isdecimal() and txn.isdecimal() and last_txn - int(txn) > STILL_TXNS:
             return int(pid)
     return None
-
-
-def _environment(path: Path, map_bytes: int) -> lmdb.Environment:
-    import lmdb
-
-    return lmdb.open(
-        str(path),
-        map_size=map_bytes,
-        subdir=True,
-        readonly=False,
-        metasync=True,
-        sync=True,
-        map_async=False,
-        mode=0o600,
-        create=True,
-        readahead=True,
-        writemap=False,  # a full volume would be SIGBUS
-        meminit=True,
-        max_readers=READERS_MAX,
-        max_dbs=0,
-        max_spare_txns=4,
-        lock=True,
-    )
