@@ -40,7 +40,7 @@ from kvtier.tiers.disk.room_maker import RoomMaker
 from kvtier.tiers.disk.shared_sync import SharedSyncs
 from kvtier.tiers.disk.shrink import Shrink
 from kvtier.tiers.disk.slab import Calls, Slab, SystemCalls
-from kvtier.tiers.disk.slot_health import REST_S, TRIES, DeviceFault, SlotHealth, probe
+from kvtier.tiers.disk.slot_health import REST_S, TRIES, DeviceFault, SlotHealth, probe_device
 from kvtier.tiers.disk.touches import Touches
 from kvtier.tiers.disk.trials import Dropped, Trial, drop_unreadable
 from kvtier.tiers.disk.volumes import Volumes
@@ -418,7 +418,7 @@ class Store:
             return
         try:
             self.slab.close()
-            probe(self.parts, self._calls)
+            probe_device(self.parts, self._calls)
             size, damaged = self.geometry.capacity, self._state.damaged
             index = recovery.rejoin(self.parts, self._lock, self._uuid, size, self._slot_bytes, damaged=damaged)
         except Unusable as error:

@@ -12,11 +12,14 @@ import pytest
 
 from kvtier.clock import SystemClock
 from kvtier.testing import chain_of, sample_namespace
-from kvtier.tiers.disk import recovery, volumes, write
+from kvtier.tiers.disk import quarantine, recovery, store, volumes, write
 from kvtier.tiers.disk.slab import SystemCalls
+from kvtier.tiers.disk.slot_health import PROBE
 from kvtier.tiers.disk.volumes import PAUSE_FIRST_S, PAUSE_LAST_S, Volumes
-from kvtier.tiers.protocol import Stored
-from tests.tiers.disk.support.store import get, opened, put
+from kvtier.tiers.protocol import Miss, Stored
+from tests.support.waiting import until
+from tests.tiers.disk.support.bad_medium import BadMedium
+from tests.tiers.disk.support.store import BLOCK, get, opened, put
 
 SEGMENT = 1 << 20
 
@@ -140,3 +143,40 @@ async def test_slots_held_in_a_segment_that_cannot_be_made_fail_one_put_only(
             held = tier._store.reserved._held
         results = [await put(tier, chain_of(namespace, 1, seed=9000 + seed)) for seed in range(2 * len(held) + 4)]
         assert results.count([Stored.FULL]) <= 1 and results.count([Stored.STORED]) >= len(results) - 1
+
+
+class FullMedium(BadMedium):
+    """A medium on whose volume there is no space for another page while `full`; what is there can be overwritten."""
+
+    full = False
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if self.full and self._names[fd] == PROBE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().pwritev(fd, buffers, offset)
+
+
+async def test_a_bad_place_on_a_full_volume_costs_its_block_and_nothing_else(tmp_path: Path) -> None:
+    """There is no space for a page beside it, which says nothing about the device: the store went out of use."""
+    medium, namespace = FullMedium(), sample_namespace(BLOCK)
+    chain = chain_of(namespace, 20)
+    async with opened(tmp_path / "g3", 200, calls=medium) as tier:
+        await put(tier, chain)
+        medium.full, medium.unreadable = True, {("00000000.slab", 7)}
+        assert await get(tier, chain) == [True] * 7 + [Miss.CORRUPT] + [True] * 12
+        medium.unwritable = {("00000000.slab", 20)}
+        assert await put(tier, chain_of(namespace, 3, seed=1)) == [Stored.STORED] * 3
+        assert tier._store.index_in_use is not None
+
+
+async def test_a_store_on_a_full_volume_comes_back_into_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as long as there was no space for a page it stayed out of use, to be read, too."""
+    monkeypatch.setattr(quarantine, "PROBE_FIRST_S", 0.005)
+    monkeypatch.setattr(store, "IDLE_S", 0.005)
+    medium, chain = FullMedium(), chain_of(sample_namespace(BLOCK), 20)
+    async with opened(tmp_path / "g3", 200, calls=medium) as tier:
+        await put(tier, chain)
+        medium.full = True
+        tier._store.quarantine("a sync failed")
+        await until(lambda: tier._store.index_in_use is not None, "it stays out of use")
+        assert await get(tier, chain) == [True] * 20
