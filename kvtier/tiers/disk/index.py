@@ -382,14 +382,24 @@ class Index:
         return result
 
     def enlarge(self, map_bytes: int) -> None:
-        """Have a map of that size at least. The caller uses the store alone, on the thread of `transact`."""
+        """Have a map of that size at least. The caller uses the store alone, on the thread of `transact`. Raises
+        OSError, lmdb.Error or MemoryError; the map is the old one then, or the index is closed."""
         data = self._path / "data.mdb"
         with self._gate:
-            if not self._closed and data.stat().st_size < map_bytes:
+            if self._closed or (before := data.stat().st_size) >= map_bytes:
+                return
+            try:
                 with data.open("r+b") as file:  # first: what is mapped beyond a file's end is SIGBUS
                     file.truncate(map_bytes)
                     os.fsync(file.fileno())
-                self._env.set_mapsize(map_bytes)
+                try:
+                    self._env.set_mapsize(map_bytes)
+                except BaseException:  # LMDB has no map now
+                    self._close()
+                    raise
+            except BaseException:
+                os.truncate(data, before)  # whoever opens it maps all of it
+                raise
 
     def clear_dead_readers(self) -> None:
         """Clear the reader slots of processes that ended inside a read: they hold back the reuse of pages."""
@@ -400,10 +410,13 @@ class Index:
     def close(self) -> None:
         """Idempotent. No `transact` may run."""
         with self._gate:
-            if not self._closed:
-                self._closed = True
-                self._env.close()
-                self.purges.close()
+            self._close()
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._env.close()
+            self.purges.close()
 
 
 def _page_faults() -> int:

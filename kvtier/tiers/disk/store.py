@@ -26,6 +26,7 @@ from kvtier.tiers.disk.dead_owners import DeadOwners
 from kvtier.tiers.disk.directory import prepare
 from kvtier.tiers.disk.faults import Unusable, is_damage, is_suspicious, unavailable
 from kvtier.tiers.disk.group_commit import BLOCKS_PER_COMMIT_MAX, CommitJob, GroupCommit, admitted
+from kvtier.tiers.disk.growth import Growth
 from kvtier.tiers.disk.idle_work import IdleWork
 from kvtier.tiers.disk.index import Index, Use
 from kvtier.tiers.disk.io_scheduler import IOScheduler
@@ -104,7 +105,8 @@ class Store:
         self.room = RoomMaker(
             self.reserved, self.shrink, wall, lambda: maintained and self._may_commit(), self.idle.relocate
         )
-        self._hold_until, self._wanted_bytes = 0.0, 0  # of slots; a larger capacity
+        self.growth = Growth(self.parts[0], self._lock)
+        self._hold_until = 0.0  # of slots
         hooks = self._writer_failed, lambda: 3 * self.reserved.writes // 4, self.room.evictions
         self._writer = GroupCommit(self._work, self._rest, IDLE_S, "kvtier-g3-writer", *hooks)
 
@@ -235,12 +237,6 @@ class Store:
         """Write at most so much a day, by a clock that counts since boot; the least bound of several users counts."""
         self._daily.limit(user, bytes_per_day, boot_s)
 
-    def grow(self, capacity_bytes: int) -> CommitJob[int]:
-        """Queue a larger capacity, for when no other process uses the store. The result: the capacity after the next
-        transaction. Never blocks. Raises what `index` raises."""
-        self._wanted_bytes = capacity_bytes
-        return self.submit(lambda txn: txn.geometry.capacity, Use.DROP)
-
     def may_write(self, size: int) -> bool:
         """Whether the directory's budget allows so many bytes now. Raises what `index` raises."""
         if not self._daily.bytes:
@@ -340,8 +336,8 @@ class Store:
 
         try:
             self.volumes.try_again()
-            if self._wanted_bytes > self.geometry.capacity:
-                self.geometry = recovery.grow(index, self._lock, self._wanted_bytes)
+            if (grown := self.growth.step(index, self.geometry)) != self.geometry:
+                self.geometry = grown
                 self.shrink.begin(index)
             txn, results = index.transact(
                 work, may_grow=self.volumes.may_grow, per_day=self._daily.bytes, now_s=self._daily.boot_s()

@@ -356,7 +356,13 @@ class DiskTier:
         self._capacity_bytes, self._write_budget = capacity_bytes, write_budget
         store = self._store
         store.limit_writes(self._prefix, write_budget, self._clock.monotonic)
-        return store.geometry.capacity >= capacity_bytes or await store.grow(capacity_bytes).result() >= capacity_bytes
+        store.growth.want(capacity_bytes)
+        if store.geometry.capacity >= capacity_bytes:
+            return True
+        grown = await store.submit(lambda txn: txn.geometry.capacity, Use.DROP).result() >= capacity_bytes
+        if not grown and store.growth.why_not:
+            raise TierError("g3", "resize", store.growth.why_not)
+        return grown
 
     def usage(self) -> Usage:
         store = self._store
