@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
+import lmdb
 import pytest
 
 from kvtier.clock import SystemClock
 from kvtier.testing import chain_of, sample_namespace
 from kvtier.tiers.disk import quarantine, recovery, store, volumes, write
+from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.slab import SystemCalls
 from kvtier.tiers.disk.slot_health import PROBE
 from kvtier.tiers.disk.volumes import PAUSE_FIRST_S, PAUSE_LAST_S, Volumes
@@ -180,3 +182,19 @@ async def test_a_store_on_a_full_volume_comes_back_into_use(tmp_path: Path, monk
         tier._store.quarantine("a sync failed")
         await until(lambda: tier._store.index_in_use is not None, "it stays out of use")
         assert await get(tier, chain) == [True] * 20
+
+
+async def test_a_spent_quota_is_a_full_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The volume has space, but not for this user: the store went out of use, to be read, too."""
+    chain, error = chain_of(sample_namespace(BLOCK), 4), f"mdb_txn_commit: {os.strerror(errno.EDQUOT)}"
+    async with opened(tmp_path / "g3", 16) as tier:
+        await put(tier, chain)
+
+        def spent(*_arguments: object, **_named: object) -> None:
+            raise lmdb.Error(error)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Index, "transact", spent)
+            assert await put(tier, chain_of(sample_namespace(BLOCK), 4, seed=1)) == [Stored.FULL] * 4
+        assert await get(tier, chain) == [True] * 4
+        assert tier.usage().why_full != ""
