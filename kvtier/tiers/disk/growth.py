@@ -14,7 +14,7 @@ from kvtier.tiers.disk.index import Index, map_bytes_for
 log = logging.getLogger(__name__)
 
 
-class Growth:
+class CapacityGrowth:
     """Of a store that this process has open. On its writer thread, but for `want` and `why_not`."""
 
     def __init__(self, path: Path, lock: DirectoryLock) -> None:

@@ -26,7 +26,7 @@ from kvtier.tiers.disk.dead_owners import DeadOwners
 from kvtier.tiers.disk.directory import prepare
 from kvtier.tiers.disk.faults import Unusable, is_damage, is_suspicious, unavailable
 from kvtier.tiers.disk.group_commit import BLOCKS_PER_COMMIT_MAX, CommitJob, GroupCommit, admitted
-from kvtier.tiers.disk.growth import Growth
+from kvtier.tiers.disk.growth import CapacityGrowth
 from kvtier.tiers.disk.idle_work import IdleWork
 from kvtier.tiers.disk.index import Index, Use
 from kvtier.tiers.disk.io_scheduler import IOScheduler
@@ -105,7 +105,7 @@ class Store:
         self.room = RoomMaker(
             self.reserved, self.shrink, wall, lambda: maintained and self._may_commit(), self.idle.relocate
         )
-        self.growth = Growth(self.parts[0], self._lock)
+        self.growth = CapacityGrowth(self.parts[0], self._lock)
         self._hold_until = 0.0  # of slots
         hooks = self._writer_failed, lambda: 3 * self.reserved.writes // 4, self.room.evictions
         self._writer = GroupCommit(self._work, self._rest, IDLE_S, "kvtier-g3-writer", *hooks)

@@ -1,4 +1,4 @@
-"""A store in use that is to become larger: as soon as no other process uses it. Where it cannot, it is used as it is."""
+"""A store in use that is to become larger: once no other process uses it. Where it cannot, it is used as it is."""
 
 from __future__ import annotations
 
