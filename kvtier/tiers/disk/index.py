@@ -199,6 +199,17 @@ class Index:
                     self.on_damage(error)
                 raise
 
+    def can_be_read(self) -> bool:
+        """Whether it can be: after a write of a meta page that failed LMDB refuses everything, until it is opened
+        anew."""
+        import lmdb
+
+        try:
+            with self.reading():
+                return True
+        except (lmdb.Error, TierError):
+            return False
+
     def find(self, names: Sequence[bytes], *, faults_max: int | None = None) -> list[tuple[bytes | None, Wall]]:
         """Per name, its entry as it is stored (None where there is none) and the time of its scope's tombstone (-inf
         where there is none). Waits for the device where a page is not in memory: for at most about `faults_max` pages,

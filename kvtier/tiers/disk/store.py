@@ -377,7 +377,7 @@ class Store:
         if isinstance(error, lmdb.MapFullError):
             index.clear_dead_readers()
             return TierFull("g3", "commit", detail)
-        if isinstance(error, lmdb.Error) and is_full(self.parts[0], error):
+        if isinstance(error, lmdb.Error) and is_full(self.parts[0], error) and index.can_be_read():
             # Only the new pages found no space: the store can be read, and written to once there is space.
             self.volume_full()
             return TierFull("g3", "commit", detail)

@@ -7,11 +7,13 @@ import os
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
 
 from kvtier.clock import SystemClock
+from kvtier.errors import TierError
 from kvtier.testing import chain_of, sample_namespace
 from kvtier.tiers.disk import quarantine, recovery, store, volumes, write
 from kvtier.tiers.disk.index import Index
@@ -198,3 +200,35 @@ async def test_a_spent_quota_is_a_full_volume(tmp_path: Path, monkeypatch: pytes
             assert await put(tier, chain_of(sample_namespace(BLOCK), 4, seed=1)) == [Stored.FULL] * 4
         assert await get(tier, chain) == [True] * 4
         assert tier.usage().why_full != ""
+
+
+async def test_an_index_whose_last_page_found_no_space_is_opened_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMDB refuses to read it, too, once the write of a meta page has failed, as on a file system that copies on write.
+    The volume being full, the store stayed as it was, and reads raised what LMDB does."""
+    monkeypatch.setattr(quarantine, "PROBE_FIRST_S", 0.005)
+    monkeypatch.setattr(store, "IDLE_S", 0.005)
+
+    class Panicking:
+        def __init__(self, env: Any) -> None:
+            self.close = env.close
+
+        def begin(self, **_: object) -> None:
+            raise lmdb.PanicError("mdb_txn_renew: MDB_PANIC")
+
+    medium, chain = FullMedium(), chain_of(sample_namespace(BLOCK), 4)
+    async with opened(tmp_path / "g3", 16, calls=medium) as tier:
+        await put(tier, chain)
+        medium.full, index = True, tier._store.index
+
+        def unwritten(self: Index, *_arguments: object, **_named: object) -> None:
+            self._env = Panicking(self._env)  # type: ignore[assignment]
+            raise lmdb.DiskError(f"mdb_txn_commit: {os.strerror(errno.ENOSPC)}")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Index, "transact", unwritten)
+            with pytest.raises(TierError):
+                await put(tier, chain_of(sample_namespace(BLOCK), 4, seed=1))
+        await until(lambda: tier._store.index_in_use not in (None, index), "it stays out of use")
+        assert await get(tier, chain) == [True] * 4
