@@ -313,17 +313,23 @@ class _Condition(_Lock):
 
 
 class PerProcess:
-    """A lock of a module, of which each process has its own."""
+    """A condition of a module, of which each process has its own."""
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
-        self._of: dict[int, _Lock] = {}
+        self._of: dict[int, _Condition] = {}
 
     def __enter__(self) -> bool:
-        return self._of.setdefault(process_now(), _Lock(self._threads)).acquire()
+        return self._of.setdefault(process_now(), _Condition(self._threads)).acquire()
 
     def __exit__(self, *_: object) -> None:
         self._of[process_now()].release()
+
+    def wait_for(self, predicate: Callable[[], bool]) -> bool:
+        return self._of[process_now()].wait_for(predicate)
+
+    def notify_all(self) -> None:
+        self._of[process_now()].notify_all()
 
 
 class Primitives:

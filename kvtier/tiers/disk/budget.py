@@ -194,7 +194,9 @@ class DailyBound:
         self._of: dict[object, float] = {}
 
     def limit(self, user: object, bytes_per_day: float, boot_s: Callable[[], float]) -> None:
-        """Set a user's bound, and the clock; 0: it has none."""
+        """Set a user's bound, and the clock; 0: it has none any more."""
         if bytes_per_day:
             self._of[user], self.boot_s = bytes_per_day, boot_s
-            self.bytes = min(self._of.values())
+        else:
+            self._of.pop(user, None)
+        self.bytes = min(self._of.values(), default=0.0)

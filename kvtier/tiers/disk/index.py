@@ -28,6 +28,7 @@ from kvtier.errors import FormatError, TierError
 from kvtier.tiers.disk.audit import audit
 from kvtier.tiers.disk.bad_places import bad_places
 from kvtier.tiers.disk.budget import Allowance, Balance, Debt, read_balance
+from kvtier.tiers.disk.environment import opened_environment
 from kvtier.tiers.disk.faults import Unusable, is_damage
 from kvtier.tiers.disk.geometry import Geometry, geometry_in, reach_in
 from kvtier.tiers.disk.layout import Layout
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-READERS_MAX = 1024
 MAP_BYTES_MIN = 80 << 20
 MAP_BYTES_PER_BLOCK = 2048  # an entry, its row in `order` and the unused part of B+tree pages are a third of this
 UNUSED_BYTES_MIN, UNUSED_SHARE = 16 << 20, 2
@@ -116,7 +116,7 @@ class Index:
         draft = path.with_name(path.name + ".new")
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(mode=0o700)
-        env = _environment(draft, map_bytes)
+        env = opened_environment(draft, map_bytes)
         try:
             with env.begin(write=True) as txn:
                 txn.put(FORMAT_KEY, SHORT_FORMAT.to_bytes(4, "little"))
@@ -153,7 +153,7 @@ class Index:
             if data.stat().st_size < map_bytes:  # the file is as long as the map, so that all processes map as much
                 os.truncate(data, map_bytes)
         try:
-            env = _environment(path, data.stat().st_size)
+            env = opened_environment(path, data.stat().st_size)
         except lmdb.Error as error:
             if "already open" in str(error):
                 detail = f"{path.parent} is open in this process already; a process opens a store once"
@@ -198,6 +198,17 @@ class Index:
                 if isinstance(error, (struct.error, lmdb.Error)) and is_damage(error):
                     self.on_damage(error)
                 raise
+
+    def can_be_read(self) -> bool:
+        """Whether it can be: after a write of a meta page that failed LMDB refuses everything, until it is opened
+        anew."""
+        import lmdb
+
+        try:
+            with self.reading():
+                return True
+        except (lmdb.Error, TierError):
+            return False
 
     def find(self, names: Sequence[bytes], *, faults_max: int | None = None) -> list[tuple[bytes | None, Wall]]:
         """Per name, its entry as it is stored (None where there is none) and the time of its scope's tombstone (-inf
@@ -382,14 +393,24 @@ class Index:
         return result
 
     def enlarge(self, map_bytes: int) -> None:
-        """Have a map of that size at least. The caller uses the store alone, on the thread of `transact`."""
+        """Have a map of that size at least. The caller uses the store alone, on the thread of `transact`. Raises
+        OSError, lmdb.Error or MemoryError; the map is the old one then, or the index is closed."""
         data = self._path / "data.mdb"
         with self._gate:
-            if not self._closed and data.stat().st_size < map_bytes:
+            if self._closed or (before := data.stat().st_size) >= map_bytes:
+                return
+            try:
                 with data.open("r+b") as file:  # first: what is mapped beyond a file's end is SIGBUS
                     file.truncate(map_bytes)
                     os.fsync(file.fileno())
-                self._env.set_mapsize(map_bytes)
+                try:
+                    self._env.set_mapsize(map_bytes)
+                except BaseException:  # LMDB has no map now
+                    self._close()
+                    raise
+            except BaseException:
+                os.truncate(data, before)  # whoever opens it maps all of it
+                raise
 
     def clear_dead_readers(self) -> None:
         """Clear the reader slots of processes that ended inside a read: they hold back the reuse of pages."""
@@ -400,10 +421,13 @@ class Index:
     def close(self) -> None:
         """Idempotent. No `transact` may run."""
         with self._gate:
-            if not self._closed:
-                self._closed = True
-                self._env.close()
-                self.purges.close()
+            self._close()
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._env.close()
+            self.purges.close()
 
 
 def _page_faults() -> int:
@@ -418,26 +442,3 @@ def _standing_still(readers: str, last_txn: int) -> int | None:
         if pid.isdecimal() and txn.isdecimal() and last_txn - int(txn) > STILL_TXNS:
             return int(pid)
     return None
-
-
-def _environment(path: Path, map_bytes: int) -> lmdb.Environment:
-    import lmdb
-
-    return lmdb.open(
-        str(path),
-        map_size=map_bytes,
-        subdir=True,
-        readonly=False,
-        metasync=True,
-        sync=True,
-        map_async=False,
-        mode=0o600,
-        create=True,
-        readahead=True,
-        writemap=False,  # a full volume would be SIGBUS
-        meminit=True,
-        max_readers=READERS_MAX,
-        max_dbs=0,
-        max_spare_txns=4,
-        lock=True,
-    )

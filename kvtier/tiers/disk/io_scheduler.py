@@ -98,7 +98,7 @@ class IOScheduler:
         with self._lock:
             self._idle_step = step
             self._start(1)
-            self._lock.notify()
+            self._wake(1)
 
     def _submit(self, queue: deque[IOBatch], jobs: Sequence[Work], *, first: bool = False) -> IOBatch:
         batch = IOBatch(jobs, self._cancel)
@@ -110,8 +110,15 @@ class IOScheduler:
                 queue.appendleft(batch)
             elif jobs:
                 queue.append(batch)
-            self._lock.notify(wanted)
+            self._wake(wanted)
         return batch
+
+    def _wake(self, count: int) -> None:
+        """Have up to so many idle threads look for work. They are idle no more, though they may be slow to wake: work
+        that comes meanwhile is for others."""
+        count = min(count, self._idle)
+        self._idle -= count
+        self._lock.notify(count)
 
     def _start(self, wanted: int) -> None:
         """Raises TierError where no thread runs and none can be started."""
@@ -166,14 +173,13 @@ class IOScheduler:
                         continue
                     self._idle += 1
                     self._lock.wait()
-                    self._idle -= 1
                     continue
                 batch, work, is_write = taken
                 self._running += 1
                 self._writing += is_write
                 self._reading += not is_write
                 if self._writes and self._writing < self._writes_at_once():
-                    self._lock.notify()
+                    self._wake(1)
                 self._lock.release()
                 try:
                     work()
@@ -207,7 +213,7 @@ class IOScheduler:
         """Let the threads end once nothing is queued, and wait for that."""
         with self._lock:
             self._stopping = True
-            self._lock.notify_all()
+            self._wake(self._idle)
         for thread in self._threads:
             thread.join()
         self._threads.clear()

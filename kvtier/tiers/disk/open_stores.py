@@ -22,10 +22,12 @@ S = TypeVar("S", bound=_Shared)
 
 
 class OpenStores(Generic[S]):
-    """Thread-safe. `lock` guards `users` and `closing` of every store."""
+    """Thread-safe. `lock` guards `users` and `closing` of every store, and is held for microseconds: one that opens
+    slowly keeps no other waiting."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = threading.Condition()
+        self._opening: dict[tuple[int, int], int] = {}  # by which process: a fork has none of its threads
         self._stores: dict[tuple[int, int], S] = {}  # (device, inode)
 
     def share(self, first: Path, opener: Callable[[], S]) -> S:
@@ -34,6 +36,7 @@ class OpenStores(Generic[S]):
         status = first.stat()
         key = (status.st_dev, status.st_ino)
         with self.lock:
+            self.lock.wait_for(lambda: self._opening.get(key) != os.getpid())
             store = self._stores.get(key)
             if store is not None and store.owner.pid != os.getpid():
                 raise ClosedError(
@@ -42,10 +45,20 @@ class OpenStores(Generic[S]):
                 )
             if store is not None and store.closing:
                 raise TierUnavailable("g3", "open", f"{first} is still being closed by this process")
-            if store is None:
-                store = self._stores[key] = opener()
-            store.users += 1
+            if store is not None:
+                store.users += 1
+                return store
+            self._opening[key] = os.getpid()
+        try:
+            store = opener()
+            with self.lock:
+                self._stores[key] = store
+                store.users += 1
             return store
+        finally:
+            self._opening.pop(key, None)
+            with self.lock:
+                self.lock.notify_all()
 
     def forget(self, matching: Callable[[S], bool]) -> None:
         """These are closed."""

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvtier.errors import TierError
+from kvtier.tiers.disk.faults import NO_SPACE
 from kvtier.tiers.disk.index import Index
 
 log = logging.getLogger(__name__)
@@ -110,8 +111,11 @@ class Quarantine:
             index.close()
 
 
-def is_full(path: Path) -> bool:
-    """Whether the volume has no space for a commit."""
+def is_full(path: Path, error: Exception) -> bool:
+    """Whether a commit failed with `error` of LMDB since the volume had no space for it, or the user's quota is spent,
+    which only the error tells."""
+    if any(os.strerror(number) in str(error) for number in NO_SPACE):
+        return True
     try:
         status = os.statvfs(path)
     except OSError:

@@ -270,18 +270,6 @@ def _take_back(index: Index) -> bool:
     return True
 
 
-def grow(index: Index, lock: DirectoryLock, capacity_bytes: int) -> Geometry:
-    """Give a store in use a larger capacity, unless other processes use it, too. On its writer thread, which waits for
-    none of them. Returns its geometry now. Raises OSError, lmdb.Error or TierError; then it has the old one."""
-    if lock.try_exclusive():
-        try:
-            index.enlarge(map_bytes_for(capacity_bytes))
-            index.transact(lambda txn: txn.resize(capacity_bytes))
-        finally:
-            lock.share()
-    return index.geometry()
-
-
 def _resize(parts: Sequence[Path], index: Index, capacity_bytes: int) -> None:
     """Give a store that no other process uses another capacity. Where it is smaller, the store shrinks from now on."""
 

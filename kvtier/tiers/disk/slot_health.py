@@ -1,8 +1,8 @@
 """Judges failed reads and writes: is a place of a slab file at fault, or the device?
 
 A place is to blame if it fails twice, the second time alone, while a page that is written, synced and read back beside
-it is right before and after. Many places within a minute, beside few that were read or written well, are the device's
-fault. Nothing is recorded then, and the store is out of use for a while.
+it is right before and after, or finds no space on a full volume. Many places within a minute, beside few that were read
+or written well, are the device's fault. Nothing is recorded then, and the store is out of use for a while.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvtier.tiers.disk.bad_places import BadPlace
-from kvtier.tiers.disk.faults import MEDIUM
+from kvtier.tiers.disk.faults import MEDIUM, NO_SPACE
 from kvtier.tiers.disk.records import SLOT_ALIGN
 from kvtier.tiers.disk.slab import WRITE_BYTES_MAX, Calls, FileFault, Slab, open_direct
 from kvtier.times import Mono
@@ -79,7 +79,7 @@ class SlotHealth:
 
     def _check(self, part: Path) -> None:
         try:
-            probe([part], self._calls)
+            probe_device([part], self._calls)
         except OSError as error:
             raise DeviceFault(f"{part}: {error}") from error
 
@@ -126,6 +126,17 @@ def _outcome(work: Callable[[], None]) -> OSError | None:
     except OSError as error:
         return error
     return None
+
+
+def probe_device(parts: Sequence[Path], calls: Calls) -> None:
+    """`probe`, but a volume that has no space for the page says nothing about its device: only how many places fail
+    does there. Raises OSError."""
+    for part in parts:
+        try:
+            probe([part], calls)
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
 
 
 def probe(parts: Sequence[Path], calls: Calls) -> None:

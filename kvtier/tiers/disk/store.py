@@ -26,6 +26,7 @@ from kvtier.tiers.disk.dead_owners import DeadOwners
 from kvtier.tiers.disk.directory import prepare
 from kvtier.tiers.disk.faults import Unusable, is_damage, is_suspicious, unavailable
 from kvtier.tiers.disk.group_commit import BLOCKS_PER_COMMIT_MAX, CommitJob, GroupCommit, admitted
+from kvtier.tiers.disk.growth import CapacityGrowth
 from kvtier.tiers.disk.idle_work import IdleWork
 from kvtier.tiers.disk.index import Index, Use
 from kvtier.tiers.disk.io_scheduler import IOScheduler
@@ -40,7 +41,7 @@ from kvtier.tiers.disk.room_maker import RoomMaker
 from kvtier.tiers.disk.shared_sync import SharedSyncs
 from kvtier.tiers.disk.shrink import Shrink
 from kvtier.tiers.disk.slab import Calls, Slab, SystemCalls
-from kvtier.tiers.disk.slot_health import REST_S, TRIES, DeviceFault, SlotHealth, probe
+from kvtier.tiers.disk.slot_health import REST_S, TRIES, DeviceFault, SlotHealth, probe_device
 from kvtier.tiers.disk.touches import Touches
 from kvtier.tiers.disk.trials import Dropped, Trial, drop_unreadable
 from kvtier.tiers.disk.volumes import Volumes
@@ -104,7 +105,8 @@ class Store:
         self.room = RoomMaker(
             self.reserved, self.shrink, wall, lambda: maintained and self._may_commit(), self.idle.relocate
         )
-        self._hold_until, self._wanted_bytes = 0.0, 0  # of slots; a larger capacity
+        self.growth = CapacityGrowth(self.parts[0], self._lock)
+        self._hold_until = 0.0  # of slots
         hooks = self._writer_failed, lambda: 3 * self.reserved.writes // 4, self.room.evictions
         self._writer = GroupCommit(self._work, self._rest, IDLE_S, "kvtier-g3-writer", *hooks)
 
@@ -235,12 +237,6 @@ class Store:
         """Write at most so much a day, by a clock that counts since boot; the least bound of several users counts."""
         self._daily.limit(user, bytes_per_day, boot_s)
 
-    def grow(self, capacity_bytes: int) -> CommitJob[int]:
-        """Queue a larger capacity, for when no other process uses the store. The result: the capacity after the next
-        transaction. Never blocks. Raises what `index` raises."""
-        self._wanted_bytes = capacity_bytes
-        return self.submit(lambda txn: txn.geometry.capacity, Use.DROP)
-
     def may_write(self, size: int) -> bool:
         """Whether the directory's budget allows so many bytes now. Raises what `index` raises."""
         if not self._daily.bytes:
@@ -340,8 +336,8 @@ class Store:
 
         try:
             self.volumes.try_again()
-            if self._wanted_bytes > self.geometry.capacity:
-                self.geometry = recovery.grow(index, self._lock, self._wanted_bytes)
+            if (grown := self.growth.step(index, self.geometry)) != self.geometry:
+                self.geometry = grown
                 self.shrink.begin(index)
             txn, results = index.transact(
                 work, may_grow=self.volumes.may_grow, per_day=self._daily.bytes, now_s=self._daily.boot_s()
@@ -381,7 +377,7 @@ class Store:
         if isinstance(error, lmdb.MapFullError):
             index.clear_dead_readers()
             return TierFull("g3", "commit", detail)
-        if isinstance(error, lmdb.Error) and is_full(self.parts[0]):
+        if isinstance(error, lmdb.Error) and is_full(self.parts[0], error) and index.can_be_read():
             # Only the new pages found no space: the store can be read, and written to once there is space.
             self.volume_full()
             return TierFull("g3", "commit", detail)
@@ -418,7 +414,7 @@ class Store:
             return
         try:
             self.slab.close()
-            probe(self.parts, self._calls)
+            probe_device(self.parts, self._calls)
             size, damaged = self.geometry.capacity, self._state.damaged
             index = recovery.rejoin(self.parts, self._lock, self._uuid, size, self._slot_bytes, damaged=damaged)
         except Unusable as error:

@@ -110,11 +110,12 @@ class DiskTier:
             attaching.add_done_callback(_release_late)
             raise
         try:
-            store.limit_writes(self._prefix, self._write_budget, self._clock.monotonic)
+            store.limit_writes(self, self._write_budget, self._clock.monotonic)
             fields = json.dumps(self._namespace.fields(), sort_keys=True).encode()
             # Not awaited: a stopped process that holds the write lock must not keep this one from reading.
             store.submit(lambda txn: txn.register(self._prefix, fields))
         except BaseException:
+            store.limit_writes(self, 0.0, self._clock.monotonic)
             store.release_soon()
             raise
         store.services.append(self._service)
@@ -134,6 +135,7 @@ class DiskTier:
         store, self._opened = self._opened, None
         if store is not None:
             store.services.remove(self._service)
+            store.limit_writes(self, 0.0, self._clock.monotonic)
             closing = store.release_soon()  # now: it must not hang on a thread to spare, or on who cancels this
             try:
                 await outcome(closing, max(0.1, self._left_s(deadline)))
@@ -355,8 +357,14 @@ class DiskTier:
         """See `kvtier.tiers.protocol.Resizable`. A smaller capacity holds from the next start on."""
         self._capacity_bytes, self._write_budget = capacity_bytes, write_budget
         store = self._store
-        store.limit_writes(self._prefix, write_budget, self._clock.monotonic)
-        return store.geometry.capacity >= capacity_bytes or await store.grow(capacity_bytes).result() >= capacity_bytes
+        store.limit_writes(self, write_budget, self._clock.monotonic)
+        store.growth.want(capacity_bytes)
+        if store.geometry.capacity >= capacity_bytes:
+            return True
+        grown = await store.submit(lambda txn: txn.geometry.capacity, Use.DROP).result() >= capacity_bytes
+        if not grown and store.growth.why_not:
+            raise TierError("g3", "resize", store.growth.why_not)
+        return grown
 
     def usage(self) -> Usage:
         store = self._store

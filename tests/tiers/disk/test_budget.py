@@ -25,7 +25,7 @@ from kvtier.tiers.disk.trials import Trial, begin_trials, drop_unreadable, end_t
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Stored
 from kvtier.times import Wall
-from tests.tiers.disk.support.store import FAR_S, put
+from tests.tiers.disk.support.store import FAR_S, opened, put
 from tests.tiers.disk.support.subprocesses import ROOT, environment
 
 MIB = 1 << 20
@@ -271,6 +271,21 @@ async def test_a_block_as_large_as_the_bucket_is_stored_once_that_is_full(tmp_pa
         clock.advance(2 * HOUR_S)
         assert await put_all(tier, seeds, 3) == [Stored.STORED, Stored.BUDGET]
     await tier.close(clock.monotonic() + FAR_S)
+
+
+async def test_a_bound_ends_with_its_configuration_and_with_its_tier(tmp_path: Path) -> None:
+    """It was kept until the process ended: puts were refused for a bound that nobody had any more."""
+    clock, seeds = VirtualClock(), iter(range(100))
+    async with opened(tmp_path / "g3", 32, block_bytes=LARGE, clock=clock) as tier:
+        assert await tier.resize(32 * LARGE, LARGE)
+        await put_all(tier, seeds, 2)
+        assert await put_all(tier, seeds, 1) == [Stored.BUDGET]
+        other = tier_at(tmp_path / "g3", clock, per_day=2 * LARGE)
+        await other.open()
+        assert await tier.resize(32 * LARGE, 0.0)
+        assert await put_all(tier, seeds, 1) == [Stored.BUDGET], "the other tier's bound is the store's, too"
+        await other.close(clock.monotonic() + FAR_S)
+        assert await put_all(tier, seeds, 4) == [Stored.STORED] * 4
 
 
 async def test_trials_of_bad_places_are_paid_for(tmp_path: Path) -> None:

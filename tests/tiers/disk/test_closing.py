@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtier.errors import TierError
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
-from kvtier.tiers.disk import store
+from kvtier.tiers.disk import recovery, store
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.slab import SystemCalls
 from kvtier.tiers.disk.tier import DiskTier
@@ -146,6 +147,38 @@ def test_what_opens_after_its_loop_has_ended_is_closed(tmp_path: Path, monkeypat
     asyncio.run(tier.open())
     assert tier._store.users == 1
     asyncio.run(tier.close(tier._clock.monotonic() + 5))
+
+
+async def test_a_store_that_opens_slowly_keeps_no_other_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one on a device that hangs: no other one of the process was opened or closed, and the loop stood still."""
+    begun, over, opened_at = threading.Event(), threading.Event(), list[Path]()
+    real = recovery.attach
+
+    def attach(parts: Sequence[Path], *arguments: Any) -> recovery.Opened:
+        opened_at.append(parts[0])
+        if parts[0].name == "slow":
+            begun.set()
+            over.wait(20)
+        return real(parts, *arguments)
+
+    monkeypatch.setattr(recovery, "attach", attach)
+    slow, same, other = tier_at(tmp_path / "slow"), tier_at(tmp_path / "slow"), tier_at(tmp_path / "other")
+    opening = asyncio.gather(slow.open(), same.open())
+    try:
+        await until(begun.is_set)
+        await asyncio.wait_for(other.open(), 10)
+        assert await put(other, CHAIN) == [Stored.STORED] * 4
+        await asyncio.wait_for(other.close(other._clock.monotonic() + 5), 10)
+        assert not over.is_set() and not opening.done()
+    finally:
+        over.set()
+    await opening
+    assert [path.name for path in opened_at] == ["slow", "other"] and slow._store is same._store
+    for tier in (slow, same):
+        await tier.close(tier._clock.monotonic() + 5)
+    nothing_left()
 
 
 async def test_an_opening_that_is_cancelled_as_it_ends_is_undone(

@@ -54,7 +54,7 @@ def test_kills_at_any_write_of_a_store_in_full_use(tmp_path: Path, medium: str) 
 @pytest.mark.parametrize("seed", range(3, 6))
 def test_600_kills_at_any_write_of_a_store_in_full_use(tmp_path: Path, seed: int) -> None:
     said = survive_mixed(tmp_path / "g3", 200, seed)
-    assert said["guests"] > 200 and said["kept"] > 1000
+    assert said["guests"] > 100 and said["kept"] > 1000
     assert said["places"] > 20 or seed % 3 == 0
 
 

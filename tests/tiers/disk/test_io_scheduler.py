@@ -157,6 +157,21 @@ async def test_idle_work_waits_for_reads(scheduler: IOScheduler) -> None:
     assert len(steps) == 3
 
 
+async def test_work_that_comes_before_a_woken_thread_wakes_has_another_one(scheduler: IOScheduler) -> None:
+    """It waited for the first: for ever, where that one was stuck in the device."""
+    await scheduler.read([lambda: None]).wait()
+    await until(lambda: scheduler._idle == 1, "no thread is idle")
+    gate = threading.Event()
+    with scheduler._lock:  # the idle thread cannot wake
+        stuck = scheduler.read([lambda: _pass(gate)])
+        other = scheduler.read([lambda: None])
+    try:
+        await asyncio.wait_for(other.wait(), 10)
+    finally:
+        gate.set()
+    await stuck.wait()
+
+
 async def test_writes_go_in_smaller_pieces_beside_reads(
     scheduler: IOScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from kvtier.errors import ConfigError, TierError, TierUnavailable
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
+from kvtier.tiers.disk.environment import LOCK_BYTES
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.protocol import Stored
@@ -208,6 +209,25 @@ async def test_a_full_volume_below_the_lock_lets_it_go(tmp_path: Path, monkeypat
         with pytest.raises(TierUnavailable, match="No space"):
             await tier.open()
     assert os.pwrite is real
+    await tier.open()
+    assert await get(tier, CHAIN) == [True] * 8
+    await tier.close(tier._clock.monotonic() + 60)
+
+
+async def test_a_full_volume_below_the_table_of_readers_is_no_bus_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMDB writes to that file through its map: it must be on the volume as a whole before LMDB opens it."""
+    path = tmp_path / "g3"
+    async with opened(path, CAPACITY) as tier:
+        await put(tier, CHAIN)
+        table = (path / "index" / "lock.mdb").stat()
+        assert table.st_size == LOCK_BYTES and table.st_blocks * 512 >= LOCK_BYTES
+    tier = DiskTier([path], CAPACITY * BLOCK, NAMESPACE, clock=VirtualClock())
+    with monkeypatch.context() as patch:
+        Failing(patch, os, "posix_fallocate", errno.ENOSPC, 1)
+        with pytest.raises(TierUnavailable, match="No space"):
+            await tier.open()
     await tier.open()
     assert await get(tier, CHAIN) == [True] * 8
     await tier.close(tier._clock.monotonic() + 60)

@@ -7,16 +7,23 @@ import os
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import lmdb
 import pytest
 
 from kvtier.clock import SystemClock
+from kvtier.errors import TierError
 from kvtier.testing import chain_of, sample_namespace
-from kvtier.tiers.disk import recovery, volumes, write
+from kvtier.tiers.disk import quarantine, recovery, store, volumes, write
+from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.slab import SystemCalls
+from kvtier.tiers.disk.slot_health import PROBE
 from kvtier.tiers.disk.volumes import PAUSE_FIRST_S, PAUSE_LAST_S, Volumes
-from kvtier.tiers.protocol import Stored
-from tests.tiers.disk.support.store import get, opened, put
+from kvtier.tiers.protocol import Miss, Stored
+from tests.support.waiting import until
+from tests.tiers.disk.support.bad_medium import BadMedium
+from tests.tiers.disk.support.store import BLOCK, get, opened, put
 
 SEGMENT = 1 << 20
 
@@ -140,3 +147,88 @@ async def test_slots_held_in_a_segment_that_cannot_be_made_fail_one_put_only(
             held = tier._store.reserved._held
         results = [await put(tier, chain_of(namespace, 1, seed=9000 + seed)) for seed in range(2 * len(held) + 4)]
         assert results.count([Stored.FULL]) <= 1 and results.count([Stored.STORED]) >= len(results) - 1
+
+
+class FullMedium(BadMedium):
+    """A medium on whose volume there is no space for another page while `full`; what is there can be overwritten."""
+
+    full = False
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if self.full and self._names[fd] == PROBE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().pwritev(fd, buffers, offset)
+
+
+async def test_a_bad_place_on_a_full_volume_costs_its_block_and_nothing_else(tmp_path: Path) -> None:
+    """There is no space for a page beside it, which says nothing about the device: the store went out of use."""
+    medium, namespace = FullMedium(), sample_namespace(BLOCK)
+    chain = chain_of(namespace, 20)
+    async with opened(tmp_path / "g3", 200, calls=medium) as tier:
+        await put(tier, chain)
+        medium.full, medium.unreadable = True, {("00000000.slab", 7)}
+        assert await get(tier, chain) == [True] * 7 + [Miss.CORRUPT] + [True] * 12
+        medium.unwritable = {("00000000.slab", 20)}
+        assert await put(tier, chain_of(namespace, 3, seed=1)) == [Stored.STORED] * 3
+        assert tier._store.index_in_use is not None
+
+
+async def test_a_store_on_a_full_volume_comes_back_into_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as long as there was no space for a page it stayed out of use, to be read, too."""
+    monkeypatch.setattr(quarantine, "PROBE_FIRST_S", 0.005)
+    monkeypatch.setattr(store, "IDLE_S", 0.005)
+    medium, chain = FullMedium(), chain_of(sample_namespace(BLOCK), 20)
+    async with opened(tmp_path / "g3", 200, calls=medium) as tier:
+        await put(tier, chain)
+        medium.full = True
+        tier._store.quarantine("a sync failed")
+        await until(lambda: tier._store.index_in_use is not None, "it stays out of use")
+        assert await get(tier, chain) == [True] * 20
+
+
+async def test_a_spent_quota_is_a_full_volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The volume has space, but not for this user: the store went out of use, to be read, too."""
+    chain, error = chain_of(sample_namespace(BLOCK), 4), f"mdb_txn_commit: {os.strerror(errno.EDQUOT)}"
+    async with opened(tmp_path / "g3", 16) as tier:
+        await put(tier, chain)
+
+        def spent(*_arguments: object, **_named: object) -> None:
+            raise lmdb.Error(error)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Index, "transact", spent)
+            assert await put(tier, chain_of(sample_namespace(BLOCK), 4, seed=1)) == [Stored.FULL] * 4
+        assert await get(tier, chain) == [True] * 4
+        assert tier.usage().why_full != ""
+
+
+async def test_an_index_whose_last_page_found_no_space_is_opened_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMDB refuses to read it, too, once the write of a meta page has failed, as on a file system that copies on write.
+    The volume being full, the store stayed as it was, and reads raised what LMDB does."""
+    monkeypatch.setattr(quarantine, "PROBE_FIRST_S", 0.005)
+    monkeypatch.setattr(store, "IDLE_S", 0.005)
+
+    class Panicking:
+        def __init__(self, env: Any) -> None:
+            self.close = env.close
+
+        def begin(self, **_: object) -> None:
+            raise lmdb.PanicError("mdb_txn_renew: MDB_PANIC")
+
+    medium, chain = FullMedium(), chain_of(sample_namespace(BLOCK), 4)
+    async with opened(tmp_path / "g3", 16, calls=medium) as tier:
+        await put(tier, chain)
+        medium.full, index = True, tier._store.index
+
+        def unwritten(self: Index, *_arguments: object, **_named: object) -> None:
+            self._env = Panicking(self._env)  # type: ignore[assignment]
+            raise lmdb.DiskError(f"mdb_txn_commit: {os.strerror(errno.ENOSPC)}")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Index, "transact", unwritten)
+            with pytest.raises(TierError):
+                await put(tier, chain_of(sample_namespace(BLOCK), 4, seed=1))
+        await until(lambda: tier._store.index_in_use not in (None, index), "it stays out of use")
+        assert await get(tier, chain) == [True] * 4

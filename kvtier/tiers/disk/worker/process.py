@@ -86,7 +86,7 @@ class WorkerProcess:
         try:
             return await asyncio.shield(answer) if waits else await answer
         except asyncio.CancelledError:
-            self._write(protocol.Cancel(number))
+            self._write(protocol.frame(protocol.Cancel(number)))
             if waits:
                 await self._over(answer)
             raise
@@ -111,14 +111,15 @@ class WorkerProcess:
         if self.ended.done():
             raise TierError("g3", verb, "its process has ended")
         self._calls += 1
+        call = protocol.frame(protocol.Call(self._calls, verb, self._clock.read(), protocol.packed(arguments)))
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting[self._calls] = verb, answer
-        self._write(protocol.Call(self._calls, verb, self._clock.read(), protocol.packed(arguments)))
+        self._write(call)
         return self._calls, answer
 
-    def _write(self, request: protocol.WorkerRequest) -> None:
+    def _write(self, framed: bytes) -> None:
         if not self._writer.is_closing():
-            self._writer.write(protocol.frame(request))
+            self._writer.write(framed)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         """Take its messages, for ever. Without this nobody would hear of an answer: then the process is ended."""

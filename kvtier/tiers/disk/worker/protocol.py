@@ -18,13 +18,15 @@ from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
+from kvtier.errors import TierError
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.trusted_clock import Reading
 from kvtier.tiers.disk.worker.shared_arena import ArenaSpan
 from kvtier.tiers.protocol import Describing, Loaded, Miss, Notebook, Resizable, Retaining, Stored, Tier, Usage
 
-FRAME_BYTES_MAX = 64 << 20
+FRAME_BYTES_MAX = 1 << 30
+"""Seventeen million keys of retained blocks with their times."""
 _LENGTH_BYTES = 4
 
 
@@ -156,8 +158,11 @@ def verbs() -> Mapping[str, Verb]:
 
 
 def frame(message: WorkerRequest | Reply) -> bytes:
-    """A message as it travels. Pure."""
+    """A message as it travels. Raises TierError for one that is too long: at its other end it would be taken for
+    garbage, and end the process. Pure."""
     body = msgspec.msgpack.encode(message)
+    if len(body) > FRAME_BYTES_MAX:
+        raise TierError("g3", "process", f"a message of {len(body)} bytes is too long")
     return len(body).to_bytes(_LENGTH_BYTES, "little") + body
 
 

@@ -76,20 +76,17 @@ class Server:
         """Answer a call, however it ended: its caller waits for that before it uses its memory again."""
         del self._tasks[call.number]
         error = asyncio.CancelledError() if done.cancelled() else done.exception()
-        reply: protocol.Reply
         if error is None:
             restarts = dict(self._tier.restarts()) if self._tier is not None else {}
-            reply = protocol.Answer(
+            answer = protocol.Answer(
                 call.number, protocol.packed(done.result()), self._usage(), self._counters(), restarts
             )
-        elif isinstance(error, errors.TierError):
-            text = str(error).removeprefix(f"{error.tier}: {error.operation}: ")
-            reply = protocol.Refusal(call.number, type(error).__name__, text, error.operation)
-        elif isinstance(error, errors.KVTierError):
-            reply = protocol.Refusal(call.number, type(error).__name__, str(error))
-        else:
-            reply = protocol.Refusal(call.number, "TierError", f"{type(error).__name__}: {error}", call.verb)
-        self._send(protocol.frame(reply))
+            try:
+                self._send(protocol.frame(answer))
+            except errors.TierError as too_long:
+                error = too_long
+        if error is not None:
+            self._send(protocol.frame(_refusal(call, error)))
 
     async def _do(self, verb: str, packed: msgspec.Raw) -> Any:
         arguments: tuple[Any, ...] = protocol.verbs()[verb].arguments.decode(packed)
@@ -153,6 +150,15 @@ class Server:
             return self._tier.usage() if self._tier is not None else None
         except errors.KVTierError:
             return None
+
+
+def _refusal(call: protocol.Call, error: BaseException) -> protocol.Refusal:
+    if isinstance(error, errors.TierError):
+        text = str(error).removeprefix(f"{error.tier}: {error.operation}: ")
+        return protocol.Refusal(call.number, type(error).__name__, text, error.operation)
+    if isinstance(error, errors.KVTierError):
+        return protocol.Refusal(call.number, type(error).__name__, str(error))
+    return protocol.Refusal(call.number, "TierError", f"{type(error).__name__}: {error}", call.verb)
 
 
 class _Outages:

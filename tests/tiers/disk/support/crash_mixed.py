@@ -30,9 +30,9 @@ from kvtier.errors import TierError
 from kvtier.identity.keys import SCOPE_BYTES, BlockKey, Scope
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tiers.data_keys import StoredKeys
-from kvtier.tiers.disk import recovery, shrink
+from kvtier.tiers.disk import gifts, recovery, shrink
 from kvtier.tiers.disk.bad_places import bad_places
-from kvtier.tiers.disk.guests import guests_in
+from kvtier.tiers.disk.guests import Guests, Held
 from kvtier.tiers.disk.records import is_encrypted
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.key_directory import KeyDirectory
@@ -58,8 +58,9 @@ CHAINS_MAX = 64
 """Of a worker."""
 
 _REPORT = struct.Struct("<BH")
-TRIED, DURABLE, GOING, PURGED, KEPT = range(5)
-"""Of a chain: a put began; it is durable; it may go from now on; it is gone; it is durable and retained."""
+TRIED, DURABLE, GOING, PURGED, KEPT, LODGED = range(6)
+"""Of a chain: a put began; it is durable; it may go from now on; it is gone; it is durable and retained. LODGED is of
+none: something became a guest."""
 
 
 class Chain(NamedTuple):
@@ -96,6 +97,7 @@ async def both(
     path: Path, clock: VirtualClock, calls: BadMedium, capacity: int, *, encrypts: bool = False
 ) -> AsyncIterator[list[DiskTier]]:
     recovery.SEGMENT_BYTES_SMALL, shrink.EVICTIONS_PER_TXN = SEGMENT, 4
+    gifts.PRICE = 0.02  # space moves often, whatever price is best: moves, and the guests they leave, are at stake
     async with AsyncExitStack() as stack:
         keys = StoredKeys(KeyDirectory(path.with_name("keys")), sample_keyring(), clock) if encrypts else None
         tiers = [
@@ -113,6 +115,14 @@ async def work(
 
     def say(verb: int, chain: Chain) -> None:
         os.write(report, _REPORT.pack(verb, CHAINS.index(chain)))
+
+    lodge = Guests.add
+
+    def lodge_and_say(guests: Guests, held: Held) -> None:
+        lodge(guests, held)
+        say(LODGED, mine[0])
+
+    Guests.add = lodge_and_say  # type: ignore[method-assign]
 
     async def one(tiers: list[DiskTier], chain: Chain) -> None:
         tier, keys, dice = tiers[chain.size], chain.keys(), rng.random()
@@ -163,6 +173,7 @@ class Known:
     def __init__(self) -> None:
         self.kept: set[Chain] = set()
         self.purged: set[Chain] = set()
+        self.lodged = 0
 
     def learn(self, reports: bytes, *, keeps: bool) -> None:
         """`keeps`: whether what is retained stays: not where the store shrinks."""
@@ -175,6 +186,8 @@ class Known:
                 self.kept.discard(chain)
             elif verb == PURGED:
                 self.purged.add(chain)
+            elif verb == LODGED:
+                self.lodged += 1
             elif keeps:
                 self.kept.add(chain)
 
@@ -197,7 +210,7 @@ async def inspect(
         if cycle % 4 != 2:
             await shrunk(tiers[0])
         with store.index.reading() as txn:
-            seen = {"guests": len(guests_in(txn)), "places": len(bad_places(txn)), "shrunk": began}
+            seen = {"places": len(bad_places(txn)), "shrunk": began}
         reach = store.index.reach()
         seen["shrinks"] = reach != store.geometry
         assert not store.index.has_dead_owners(), "a dead owner's slots were not taken back"
@@ -273,7 +286,7 @@ def main(path: Path, cycles: int, seed: int, workers: int = 2, encrypted: int = 
         reach = CAPACITY if seen["shrinks"] else capacity
         total.update(seen)
         total["kept"] += len(known.kept)
-    print(json.dumps({"cycles": cycles, **total}))
+    print(json.dumps({"cycles": cycles, "guests": known.lodged, **total}))
     return 0
 
 
