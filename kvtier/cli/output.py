@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,9 @@ from rich.table import Table
 from kvtier.bench.record import record, save
 from kvtier.cli.exits import Declined
 from kvtier.units import printable
+
+FILE_COLUMNS = 200
+"""Of a pipe or file, whose reader looks for lines rather than at them."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")]
 
@@ -39,10 +43,11 @@ def deliver(
 
 
 def write_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> None:
-    """A table on standard output; numbers aligned right."""
+    """A table on standard output; numbers aligned right. No cell is cut: one that is too long goes on below."""
     table = Table(*map(printable, columns), title=title, title_justify="left", header_style="bold")
     listed = [list(row) for row in rows]
     for index, column in enumerate(table.columns):
+        column.overflow = "fold"
         if listed and all(isinstance(row[index], int | float) for row in listed):
             column.justify = "right"
     for row in listed:
@@ -57,8 +62,10 @@ class _Output(Console):
 
 
 def console() -> Console:
-    """Standard output, plain when it is not a terminal. Text is never read as markup, and controls no terminal."""
-    return _Output(markup=False, highlight=False)
+    """Standard output, plain and wide when it is not a terminal. Text is never read as markup, and controls no
+    terminal."""
+    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else FILE_COLUMNS
+    return _Output(markup=False, highlight=False, width=wide)
 
 
 def confirm(question: str) -> None:
