@@ -15,7 +15,7 @@ from kvtier.cli.ask import shown
 from kvtier.cli.config import tiers_of
 from kvtier.cli.doctor_checks import Level, run_checks
 from kvtier.cli.machine import LOCAL, mount_of, place_for_cache
-from kvtier.cli.output import Json, console, write_json
+from kvtier.cli.output import Json, console, replacing, write_json
 from kvtier.config import Config
 from kvtier.config.reference import key_references, section_meanings
 from kvtier.errors import ConfigError, InvalidRequest
@@ -91,22 +91,20 @@ def init(
 
 def write(file: Path, text: str) -> None:
     """Replace the file if kvtier reads this text. Raises ConfigError; then the file is as it was."""
-    new = file.with_name(f"{file.name}.new")
     try:
-        new.write_text(text, encoding="utf-8")
-        Config.load(new)
-        new.replace(file)
+        with replacing(file) as new:
+            new.write(text)
+            new.flush()
+            Config.load(new.name)
     except (ConfigError, UnicodeEncodeError) as wrong:
-        reason = str(wrong).replace(str(new), str(file))
+        reason = str(wrong).replace(f"{file.name}.new", file.name)
         raise ConfigError(f"{file}: nothing was written, since kvtier would not read it: {reason}") from None
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def measure(path: Path | None, shape: CacheShape | None) -> Measured:
     """RAM, and the disk below `path` (none: the largest local one). Reads; writes nothing. Raises InvalidRequest for
     a path that is on no local disk."""
-    ram, path = available_bytes(), path and path.expanduser().absolute()
+    ram, given, path = available_bytes(), path is not None, path and path.expanduser().absolute()
     mount = mount_of(path) if path is not None else None
     if path is not None and mount is None:
         kinds = ", ".join(sorted(LOCAL))
@@ -115,6 +113,9 @@ def measure(path: Path | None, shape: CacheShape | None) -> Measured:
         path, mount = chosen
     g3 = _rounded(int(mount.free_bytes * DISK_SHARE)) if mount is not None else 0
     g3 = g3 if g3 >= G3_MIN else 0
+    if given and mount is not None and not g3:
+        free = f"{mount.free_bytes / 2**30:.1f} GiB"
+        raise InvalidRequest(f"--path {path}: {free} are free there, and G3 takes half of 2 GiB at least")
     per_token = shape.bytes_per_token if shape is not None else 0
     writes = min(max(1, mount.whole_bytes // g3), WRITES_MAX) if mount is not None and g3 else 1
     return Measured(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier.cli.output import Json, console, write_json, write_table
+from kvtier.cli.output import Json, console, replacing, write_json, write_table
 from kvtier.cli.stored import namespaces_in, read_namespace
 from kvtier.config import Config
 from kvtier.errors import ConfigError, InvalidRequest
@@ -40,7 +40,8 @@ def namespace(source: Source, digest: Digest = "", save: Save = None, json: Json
     if save is not None:
         if save.exists() and save.read_bytes() != f"{texts[0]}\n".encode():
             raise InvalidRequest(f"{save} exists, with other content; name another file")
-        save.write_text(texts[0] + "\n")
+        with replacing(save) as file:
+            file.write(texts[0] + "\n")
     if json:
         write_json({"namespaces": [{"digest": name, "fields": fields} for name, fields in held.items()]})
     elif len(held) > 1:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -66,6 +67,22 @@ def console() -> Console:
     terminal."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else FILE_COLUMNS
     return _Output(markup=False, highlight=False, width=wide)
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[TextIO]:
+    """A text file that takes `file`'s place once all of it is written: until then, and where that fails, what was there
+    stays. An error names the file."""
+    new = file.with_name(f"{file.name}.new")
+    try:
+        with new.open("w", encoding="utf-8") as text:
+            yield text
+        new.replace(file)
+    except OSError as wrong:
+        wrong.filename, wrong.filename2 = str(file), None
+        raise
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def confirm(question: str) -> None:

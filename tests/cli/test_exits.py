@@ -18,6 +18,7 @@ import kvtier
 import kvtier.cli
 from kvtier.cli import COMMANDS, GROUPS
 from kvtier.cli.exits import MEANINGS, Exit, ending_of
+from kvtier.cli.output import replacing
 from kvtier.errors import ConfigError, FormatError, InvalidRequest, TierFull
 from kvtier.testing import sample_namespace
 
@@ -134,6 +135,17 @@ def test_a_mistake_names_its_option_or_file(run: Run, tmp_path: Path, words: lis
     Path(names["file"]).write_text("version: 1\n")
     done = run(*(word.format(**names) for word in words))
     assert done.status == 2 and says.format(**names) in done.err and "[Errno" not in done.err
+
+
+def test_a_file_that_cannot_be_written_is_named_and_stays_as_it_was(tmp_path: Path) -> None:
+    """A full disk was not told by name, and left an empty file that the next try took for somebody's own."""
+    file = tmp_path / "mine.jsonl"
+    file.write_text("mine")
+    with pytest.raises(OSError) as caught, replacing(file) as text:
+        text.write("half of it")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert ending_of(caught.value).line.startswith(f"{file}: No space left on device; free space there")
+    assert file.read_text() == "mine" and list(tmp_path.iterdir()) == [file]
 
 
 DEEP = "[" * 100_000

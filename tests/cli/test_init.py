@@ -141,6 +141,10 @@ def test_a_path_on_no_local_disk_is_refused(run: Run, tmp_path: Path, monkeypatc
     done = run("init", tmp_path / "x.yaml", "--path", tmp_path / "kv")
     assert done.status == 2 and f"--path {tmp_path / 'kv'} is on no local disk" in done.err
     assert not (tmp_path / "x.yaml").exists()
+    small = machine.Mount(tmp_path, "/dev/nvme0n1", "ext4", False, 1 << 30, False, 250 << 30)
+    monkeypatch.setattr(machine, "mounts", lambda: iter([small]))
+    done = run("init", tmp_path / "x.yaml", "--path", tmp_path / "kv")
+    assert done.status == 2 and "1.0 GiB are free there" in done.err
 
 
 def test_a_path_is_on_the_deepest_mount_above_it(tmp_path: Path, disk: machine.Mount) -> None:

@@ -227,8 +227,9 @@ def _serve(trace: Trace, setup: Setup, start: int, stop: int, kill: bool, out: C
     config = _config(setup)
     clock.at = trace.requests[start].at if start < stop else 0.0
     with kvtier.open(config, namespace, clock=clock) as cache:
-        if lacking := {"g3", *(["g4"] if setup.g4_url else [])} - cache.stats().keys():
-            raise KVTierError(f"{', '.join(sorted(lacking))} could not be opened: a replay needs all its tiers")
+        if shut := cache.stats()["tasks"]["out"]:
+            reasons = "; ".join(f"{tier}: {why}" for tier, why in shut.items())
+            raise KVTierError(f"a replay needs all its tiers: {reasons}")
         flushed_at = trace.requests[start].at if start < stop else 0.0
         for number, request in islice(enumerate(trace.requests), start, stop):
             if request.at - flushed_at > min(setup.ttl / TOUCHES_PER_TTL, FLUSH_S_MAX):
