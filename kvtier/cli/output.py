@@ -52,8 +52,13 @@ def write_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title:
         if listed and all(isinstance(row[index], int | float) for row in listed):
             column.justify = "right"
     for row in listed:
-        table.add_row(*(f"{cell:,}" if isinstance(cell, int | float) else printable(str(cell)) for cell in row))
+        table.add_row(*(_number(cell) if isinstance(cell, int | float) else printable(str(cell)) for cell in row))
     console().print(table)
+
+
+def _number(value: float) -> str:
+    """Without the noise of a binary fraction, which the median of two rounded figures may have."""
+    return f"{round(value, 9):,}" if isinstance(value, float) else f"{value:,}"
 
 
 class _Output(Console):
@@ -67,6 +72,17 @@ def console() -> Console:
     terminal."""
     wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else FILE_COLUMNS
     return _Output(markup=False, highlight=False, width=wide)
+
+
+@contextmanager
+def counting(total: int, title: str) -> Iterator[Callable[[], None]]:
+    """A progress bar on standard error, if that is a terminal; call what it gives after each of `total` pieces."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda: progress.advance(task)
 
 
 @contextmanager

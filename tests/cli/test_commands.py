@@ -40,6 +40,12 @@ def test_the_help_of_a_command_is_the_whole_of_its_docstring(run: Callable[..., 
     assert "Simulate fleets over virtual time" in run("--help").told, "the list has a line of each"
 
 
+def test_figures_have_no_noise_of_binary_fractions(capsys: pytest.CaptureFixture[str]) -> None:
+    write_table(["name", "µs"], [["match", (0.4191 + 0.5436) / 2], ["pool", 1234567.25], ["blocks", 12_345]])
+    shown = capsys.readouterr().out
+    assert "0.48135 " in shown and "1,234,567.25" in shown and "12,345" in shown
+
+
 @pytest.mark.parametrize("columns", ["30", None])
 def test_no_cell_of_a_table_is_cut(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str | None

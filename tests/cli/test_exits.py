@@ -125,6 +125,7 @@ def test_a_missing_server_program_says_what_to_install(
         (["sim", "--mode", "fast"], "'--mode': 'fast' is not one of 'safety', 'liveness', 'engines'"),
         (["sim", "--replay", "{absent}"], "--replay {absent} cannot be read: No such file or directory"),
         (["plan", "--sessions-per-hour", "5", "--pause", "0s"], "--pause must be positive"),
+        (["bench", "tiers", "--tier", "g3", "--size", "4MiB"], "--size is 256MiB at least"),
         (["plan", "--sessions-per-hour", "5", "--trace", "{absent}"], "either --trace FILE or --sessions-per-hour N"),
         (["pin", "create", "{file}", "p", "--namespace", "{absent}", "--tokens", "{absent}", "--ttl", "1h"],
          "{absent} cannot be read: No such file or directory"),

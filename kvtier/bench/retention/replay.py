@@ -14,7 +14,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing.connection import Connection
@@ -110,8 +110,9 @@ class TraceWallClock(TrustedClock):
         """A trace's time is not that of this boot."""
 
 
-def replay(trace: Trace, setup: Setup) -> Replayed:
-    """Serve every request of `trace`. Blocks for minutes; leaves its files in `setup.folder`, which it makes.
+def replay(trace: Trace, setup: Setup, progress: Callable[[], None] = lambda: None) -> Replayed:
+    """Serve every request of `trace`, and call `progress` after each. Blocks for minutes; leaves its files in
+    `setup.folder`, which it makes.
 
     Raises CorruptError on the first wrong byte, and KVTierError when a worker dies by itself.
     """
@@ -127,6 +128,7 @@ def replay(trace: Trace, setup: Setup) -> Replayed:
         for answer in _work(trace, setup, start, stop, kill=not last_half):
             if isinstance(answer, Served):
                 served.append(answer)
+                progress()
             else:
                 stats = answer
                 misses.update(answer["requests"]["misses"])
