@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,7 +70,7 @@ class _Output(Console):
 def console() -> Console:
     """Standard output, plain and wide when it is not a terminal. Text is never read as markup, and controls no
     terminal."""
-    wide = None if sys.stdout.isatty() or "COLUMNS" in os.environ else FILE_COLUMNS
+    wide = None if sys.stdout.isatty() else shutil.get_terminal_size((FILE_COLUMNS, 0)).columns  # COLUMNS goes before
     return _Output(markup=False, highlight=False, width=wide)
 
 
