@@ -56,7 +56,7 @@ def page() -> str:
     lines = [
         "# Comparison", "", NOTE, "",
         fill(
-            "kvtier beside other stores, on the same machine and the same data. What is better elsewhere stands first. "
+            "kvtier beside other stores, on the same machine and the same data. Losses stand first. "
             "[Where the figures come from](#where-the-figures-come-from) has date, commit, machine and command of "
             "each; [proof.md](proof.md) says what kvtier promises.",
             WIDTH,

@@ -1,8 +1,9 @@
 """`kvtier …`: one plain function per command, imported only when it runs.
 
-COMMANDS is the table of them: a command's words, the function behind it, one line of help. The function's
-parameters are its options (`typer`); every command takes `--json` and then prints one JSON object, also for an error.
-An error is one line on standard error; `kvtier.cli.exits` has the exit statuses.
+COMMANDS is the table of them: a command's words, the function behind it, one line of help. The function's docstring
+is the help of the command itself, its parameters are the options (`typer`); every command takes `--json` and then
+prints one JSON object, also for an error. An error is one line on standard error; `kvtier.cli.exits` has the exit
+statuses.
 """
 
 from __future__ import annotations
@@ -140,6 +141,7 @@ def _ending(error: BaseException) -> Ending:
     where = context.command_path if context is not None else "kvtier"
     # A group without a command has printed its help instead of a message.
     message = " ".join(error.format_message().split()).rstrip(".") or "No command given"  # type: ignore[attr-defined]
+    message = message.replace(": Value error, ", ": ")  # what reads a choice calls each of its errors so
     return Ending(Exit.MISTAKE, "UsageError", f"{message}; see `{where} --help`")
 
 
@@ -196,7 +198,8 @@ def build(words: Sequence[str]) -> typer.Typer:
     for command in COMMANDS:
         group, _, name = command.words.rpartition(" ")
         wanted = f"{named} ".startswith(f"{command.words} ")
-        groups[group].command(name, help=command.help)(_load(command.target) if wanted else _absent)
+        function = _load(command.target) if wanted else _absent
+        groups[group].command(name, help=function.__doc__ or command.help, short_help=command.help)(function)
     return root
 
 

@@ -18,7 +18,7 @@ File = Annotated[Path, typer.Argument(help="The YAML file.", metavar="FILE")]
 def check(file: File, json: Json = False) -> None:
     """Validate FILE. An error names the key and what to write instead."""
     config = Config.load(file)
-    tiers = _tiers(config)
+    tiers = tiers_of(config)
     hints = hints_of(config)
     if json:
         write_json({"valid": True, "tiers": tiers, "hints": hints})
@@ -70,7 +70,8 @@ def hints_of(config: Config) -> list[str]:
     return hints
 
 
-def _tiers(config: Config) -> dict[str, str]:
+def tiers_of(config: Config) -> dict[str, str]:
+    """Tier → its size and place, for people. Pure."""
     tiers = config.tiers
     held = {"g2": format_size(tiers.g2.capacity)}
     if tiers.g3 is not None:

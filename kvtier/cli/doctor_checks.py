@@ -109,8 +109,12 @@ def _disk(config: Config) -> Iterator[Finding]:
         yield Finding("g3", Level.OK, "off")
         return
     for path in config.tiers.g3.path:
-        yield from _directory(path, config.tiers.g3)
-        yield from _rows(store_findings(path))
+        try:
+            yield from _directory(path, config.tiers.g3)
+            yield from _rows(store_findings(path))
+        except OSError as wrong:
+            advice = "name another directory, or give the engine's user the right to it and to those above it"
+            yield Finding(f"g3 {path}", Level.FAIL, f"cannot be looked into: {wrong.strerror}", advice)
 
 
 def _directory(path: Path, g3: G3) -> Iterator[Finding]:
@@ -157,6 +161,7 @@ def _objects(config: Config) -> Iterator[Finding]:
     g4 = config.tiers.g4
     if g4 is None:
         yield Finding("g4", Level.OK, "off")
+        yield from _rows(trust_findings(config))
         return
     scheme = g4.url.partition("://")[0]
     if scheme not in ("s3", "s3a"):

@@ -23,7 +23,7 @@ class Exit(IntEnum):
 
 MEANINGS = {
     Exit.DONE: "done; also where the reader of the output goes away (`head`)",
-    Exit.FOUND: "a check found a problem, or what was named is not there",
+    Exit.FOUND: "a check found a problem, or what was to be deleted is not there",
     Exit.MISTAKE: "a mistake in the command line, or in a file or directory that it names; nothing was changed",
     Exit.MACHINE: "this machine or a server does not let it: a package is missing, a device is full, nobody answers",
     Exit.DECLINED: "not confirmed; nothing was changed",

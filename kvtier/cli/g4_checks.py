@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from kvtier.config import G4, Config
@@ -16,12 +17,12 @@ _LOCAL = ("file", "memory")
 
 
 def trust_findings(config: Config) -> Iterator[Row]:
-    """Whether there are keys; whether the bucket keeps versions of what nobody can tell from forgeries; whether a
+    """Whether the keys can be used; whether the bucket keeps versions of what nobody can tell from forgeries; whether a
     lifecycle rule deletes purges or pins. Asks the bucket, if it is an S3 one and s3fs is installed."""
-    g4 = config.tiers.g4
-    if g4 is None:
+    g4, security = config.tiers.g4, config.security
+    if g4 is None and security.key_file is None and security.key is None and security.kms is None:
         return
-    scheme, _, place = g4.url.partition("://")
+    scheme, _, place = (g4.url if g4 is not None else "").partition("://")
     try:
         keyring = config.keyring()
     except ConfigError as wrong:
@@ -31,15 +32,34 @@ def trust_findings(config: Config) -> Iterator[Row]:
         yield "keys", "ok", f"{len(keyring.keys)}, {keyring.active.id.hex()} is active", ""
         if importlib.util.find_spec("cryptography") is None:
             yield "keys", "fail", "the cryptography package is missing", "pip install 'kvtier[crypto]'"
+        yield from _data_key_findings(security.data_keys)
     else:
         level = "ok" if scheme in _LOCAL else "warn"
         yield "keys", level, "local trust: whoever may write to the bucket is believed", "set security.key_file"
-    if scheme in ("s3", "s3a"):
+    if g4 is not None and scheme in ("s3", "s3a"):
         bucket, _, prefix = place.partition("/")
         if not prefix.strip("/"):
             advice = "give kvtier a prefix of its own: s3://bucket/prefix"
             yield "g4 prefix", "fail", "the URL has none, and other objects may lie beside kvtier's", advice
         yield from _bucket_findings(g4, bucket, prefix.strip("/"), keyring.trusted)
+
+
+def _data_key_findings(folder: Path | None) -> Iterator[Row]:
+    """Whether the directory of data keys can be used, or made with the first block. Changes nothing."""
+    from kvtier.tiers.key_directory import KeyDirectory
+
+    if folder is None:
+        return
+    try:
+        if folder.is_dir():
+            KeyDirectory(folder)
+            yield "data keys", "ok", f"in {folder}", ""
+        elif folder.parent.is_dir():
+            yield "data keys", "ok", f"{folder} will be made", ""
+        else:
+            yield "data keys", "fail", f"security.data_keys: {folder.parent} is not a directory", "create it"
+    except (ConfigError, OSError) as wrong:
+        yield "data keys", "fail", str(wrong), "see docs/operations.md, Encryption"
 
 
 def _bucket_findings(g4: G4, bucket: str, prefix: str, trusted: bool) -> Iterator[Row]:

@@ -12,9 +12,10 @@ import yaml
 
 from kvtier.bench.retention.shapes import CacheShape, shape_of
 from kvtier.cli.ask import shown
+from kvtier.cli.config import tiers_of
 from kvtier.cli.doctor_checks import Level, run_checks
-from kvtier.cli.machine import mount_of, place_for_cache
-from kvtier.cli.output import Json, console, write_json
+from kvtier.cli.machine import LOCAL, mount_of, place_for_cache
+from kvtier.cli.output import Json, console, replacing, write_json
 from kvtier.config import Config
 from kvtier.config.reference import key_references, section_meanings
 from kvtier.errors import ConfigError, InvalidRequest
@@ -31,8 +32,9 @@ Force = Annotated[bool, typer.Option("--force", help="Replace FILE if it is ther
 
 RAM_SHARE, DISK_SHARE = 0.4, 0.5
 G3_MIN = 1 << 30
-WRITES_MAX = 999_999  # drive writes a day, as a write budget has them
 """A smaller disk is not worth the wear."""
+WRITES_MAX = 999_999
+"""Drive writes a day, as a write budget has them."""
 
 STARTS = {
     "vllm": """vllm serve MODEL --prefix-caching-hash-algo sha256_cbor --shutdown-timeout 15 \\
@@ -69,40 +71,51 @@ def init(
     """Measure RAM and disks, write a commented configuration, and run the doctor on it."""
     if file.exists() and not force:
         raise InvalidRequest(f"{file} is there already; name another file, or replace it with --force")
+    if not file.parent.is_dir():
+        raise InvalidRequest(f"{file}: there is no directory {file.parent}; make it first")
+    if preset is not None and (path is not None or model is not None):
+        raise InvalidRequest("--preset takes a file as it is, without --path and --model; change its sizes afterwards")
     shape = shape_of(model) if model is not None else None
     found = measure(path, shape)
     write(file, read_preset(preset) if preset is not None else rendered(found, shape))
-    findings = run_checks(Config.load(file))
+    config = Config.load(file)
+    findings = run_checks(config)
     if json:
         rows = [asdict(each) | {"level": each.level.name.lower()} for each in findings]
         write_json({"file": str(file), "measured": asdict(found), "findings": rows})
     else:
-        _show(file, engine, found, [each for each in findings if each.level is not Level.OK])
+        _show(file, engine, config, found, [each for each in findings if each.level is not Level.OK])
     if any(each.level is Level.FAIL for each in findings):
         raise typer.Exit(1)
 
 
 def write(file: Path, text: str) -> None:
     """Replace the file if kvtier reads this text. Raises ConfigError; then the file is as it was."""
-    new = file.with_name(f"{file.name}.new")
     try:
-        new.write_text(text, encoding="utf-8")
-        Config.load(new)
-        new.replace(file)
+        with replacing(file) as new:
+            new.write(text)
+            new.flush()
+            Config.load(new.name)
     except (ConfigError, UnicodeEncodeError) as wrong:
-        raise ConfigError(f"{file}: nothing was written, since kvtier would not read it: {wrong}") from None
-    finally:
-        new.unlink(missing_ok=True)
+        reason = str(wrong).replace(f"{file.name}.new", file.name)
+        raise ConfigError(f"{file}: nothing was written, since kvtier would not read it: {reason}") from None
 
 
 def measure(path: Path | None, shape: CacheShape | None) -> Measured:
-    """RAM, and the disk below `path` (none: the largest local one). Reads; writes nothing."""
-    ram, path = available_bytes(), path and path.expanduser().absolute()
+    """RAM, and the disk below `path` (none: the largest local one). Reads; writes nothing. Raises InvalidRequest for
+    a path that is on no local disk."""
+    ram, given, path = available_bytes(), path is not None, path and path.expanduser().absolute()
     mount = mount_of(path) if path is not None else None
+    if path is not None and mount is None:
+        kinds = ", ".join(sorted(LOCAL))
+        raise InvalidRequest(f"--path {path} is on no local disk ({kinds}), which G3 needs; name another directory")
     if path is None and (chosen := place_for_cache()) is not None:
         path, mount = chosen
     g3 = _rounded(int(mount.free_bytes * DISK_SHARE)) if mount is not None else 0
     g3 = g3 if g3 >= G3_MIN else 0
+    if given and mount is not None and not g3:
+        free = f"{mount.free_bytes / 2**30:.1f} GiB"
+        raise InvalidRequest(f"--path {path}: {free} are free there, and G3 takes half of 2 GiB at least")
     per_token = shape.bytes_per_token if shape is not None else 0
     writes = min(max(1, mount.whole_bytes // g3), WRITES_MAX) if mount is not None and g3 else 1
     return Measured(
@@ -167,10 +180,12 @@ def _rounded(size: int) -> int:
     return max(64 << 20, size // unit * unit)
 
 
-def _show(file: Path, engine: Engine | None, found: Measured, wrong: list[Any]) -> None:
+def _show(file: Path, engine: Engine | None, config: Config, found: Measured, wrong: list[Any]) -> None:
     out = console()
-    g3 = f"g3 {format_size(found.g3_bytes)} in {found.g3_path}" if found.g3_bytes else "no disk for g3"
-    out.print(f"{file}: g2 {format_size(found.g2_bytes)} of {found.ram_bytes / 2**30:.1f} GiB free, {g3}")
+    tiers = tiers_of(config)
+    tiers["g2"] += f" of {found.ram_bytes / 2**30:.1f} GiB free"
+    rest = [] if "g3" in tiers else ["no disk for g3"]
+    out.print(f"{file}: " + ", ".join([*(f"{tier} {size}" for tier, size in tiers.items()), *rest]))
     for each in wrong:
         out.print(
             f"{each.level.name.lower()}: {each.subject}: {each.detail}" + (f" → {each.advice}" if each.advice else "")

@@ -108,6 +108,8 @@ def store_findings(path: Path) -> Iterator[Row]:
     """The mount that G3's directory is on, whether processes of another PID namespace use it, and how fast it takes
     writes and syncs. Writes PROBE_BYTES into a file that it removes."""
     subject, place = f"g3 {path}", path if path.exists() else path.parent
+    if not place.is_dir():
+        return  # said by the check of the directory
     mount = mount_of(place)
     if mount is not None and mount.kind == "overlay":
         yield f"{subject} mount", "warn", str(mount), "a container's own layer goes with it: mount a volume here"
@@ -118,8 +120,8 @@ def store_findings(path: Path) -> Iterator[Row]:
     if foreign := _foreign_users(path):
         advice = "share the pid namespace (hostPID, shareProcessNamespace), or one directory per container"
         yield f"{subject} users", "fail", f"in use from pid namespace {foreign}, this is {_pid_namespace()}", advice
-    if not place.is_dir() or not os.access(place, os.W_OK):
-        return  # said by the check of the directory
+    if not os.access(place, os.W_OK):
+        return  # said there, too
     try:
         rate, sync_s = _probe(place)
     except OSError as wrong:

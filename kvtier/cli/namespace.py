@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvtier.cli.output import Json, console, write_json, write_table
+from kvtier.cli.output import Json, console, replacing, write_json, write_table
 from kvtier.cli.stored import namespaces_in, read_namespace
 from kvtier.config import Config
 from kvtier.errors import ConfigError, InvalidRequest
@@ -34,25 +34,21 @@ def namespace(source: Source, digest: Digest = "", save: Save = None, json: Json
         raise InvalidRequest(
             f"{source} holds no namespace" + (f" whose digest begins with {digest}" if digest else " yet")
         )
+    if save is not None and len(held) > 1:
+        raise InvalidRequest(f"{source} holds {len(held)} namespaces; name one by --digest: {', '.join(_short(held))}")
+    texts = [jsonlib.dumps(fields, indent=2) for fields in held.values()]
+    if save is not None:
+        if save.exists() and save.read_bytes() != f"{texts[0]}\n".encode():
+            raise InvalidRequest(f"{save} exists, with other content; name another file")
+        with replacing(save) as file:
+            file.write(texts[0] + "\n")
     if json:
         write_json({"namespaces": [{"digest": name, "fields": fields} for name, fields in held.items()]})
-    if len(held) > 1:
-        if save is not None:
-            raise InvalidRequest(
-                f"{source} holds {len(held)} namespaces; name one by --digest: {', '.join(_short(held))}"
-            )
-        if not json:
-            rows = [[name[:16], *_described(fields)] for name, fields in held.items()]
-            write_table(["digest", "model", "weights", "dtype", "tokens", "bytes"], rows)
-        return
-    (fields,) = held.values()
-    text = jsonlib.dumps(fields, indent=2)
-    if save is not None:
-        if save.exists() and save.read_bytes() != f"{text}\n".encode():
-            raise InvalidRequest(f"{save} exists, with other content; name another file")
-        save.write_text(text + "\n")
-    if not json:
-        console().print(f"{save}: written" if save is not None else text, soft_wrap=True)
+    elif len(held) > 1:
+        rows = [[name[:16], *_described(fields)] for name, fields in held.items()]
+        write_table(["digest", "model", "weights", "dtype", "tokens", "bytes"], rows)
+    else:
+        console().print(f"{save}: written" if save is not None else texts[0], soft_wrap=True)
 
 
 def _held(source: Path) -> dict[str, dict[str, Any]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -15,6 +17,9 @@ from rich.table import Table
 from kvtier.bench.record import record, save
 from kvtier.cli.exits import Declined
 from kvtier.units import printable
+
+FILE_COLUMNS = 200
+"""Of a pipe or file, whose reader looks for lines rather than at them."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")]
 
@@ -39,15 +44,21 @@ def deliver(
 
 
 def write_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> None:
-    """A table on standard output; numbers aligned right."""
+    """A table on standard output; numbers aligned right. No cell is cut: one that is too long goes on below."""
     table = Table(*map(printable, columns), title=title, title_justify="left", header_style="bold")
     listed = [list(row) for row in rows]
     for index, column in enumerate(table.columns):
+        column.overflow = "fold"
         if listed and all(isinstance(row[index], int | float) for row in listed):
             column.justify = "right"
     for row in listed:
-        table.add_row(*(f"{cell:,}" if isinstance(cell, int | float) else printable(str(cell)) for cell in row))
+        table.add_row(*(_number(cell) if isinstance(cell, int | float) else printable(str(cell)) for cell in row))
     console().print(table)
+
+
+def _number(value: float) -> str:
+    """Without the noise of a binary fraction, which the median of two rounded figures may have."""
+    return f"{round(value, 9):,}" if isinstance(value, float) else f"{value:,}"
 
 
 class _Output(Console):
@@ -57,8 +68,37 @@ class _Output(Console):
 
 
 def console() -> Console:
-    """Standard output, plain when it is not a terminal. Text is never read as markup, and controls no terminal."""
-    return _Output(markup=False, highlight=False)
+    """Standard output, plain and wide when it is not a terminal. Text is never read as markup, and controls no
+    terminal."""
+    wide = None if sys.stdout.isatty() else shutil.get_terminal_size((FILE_COLUMNS, 0)).columns  # COLUMNS goes before
+    return _Output(markup=False, highlight=False, width=wide)
+
+
+@contextmanager
+def counting(total: int, title: str) -> Iterator[Callable[[], None]]:
+    """A progress bar on standard error, if that is a terminal; call what it gives after each of `total` pieces."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda: progress.advance(task)
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[TextIO]:
+    """A text file that takes `file`'s place once all of it is written: until then, and where that fails, what was there
+    stays. An error names the file."""
+    new = file.with_name(f"{file.name}.new")
+    try:
+        with new.open("w", encoding="utf-8") as text:
+            yield text
+        new.replace(file)
+    except OSError as wrong:
+        wrong.filename, wrong.filename2 = str(file), None
+        raise
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def confirm(question: str) -> None:

@@ -96,7 +96,9 @@ def read_tokens(path: Path) -> list[int]:
             raise InvalidRequest(f"{path} is larger than {TOKENS_BYTES_MAX >> 20} MiB")
         text = path.read_text("utf-8")
         found = jsonlib.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
-    except (OSError, ValueError, RecursionError) as wrong:
+    except OSError as wrong:
+        raise InvalidRequest(f"{path} cannot be read: {wrong.strerror}") from wrong
+    except (ValueError, RecursionError) as wrong:
         raise InvalidRequest(f"{path} is no list of token ids: {wrong}") from wrong
     if not all(type(token) is int and 0 <= token < 2**32 for token in found):
         raise InvalidRequest(f"{path} has something that is no token id")

@@ -47,7 +47,7 @@ def plan(
 ) -> None:
     """Compute the hit rate of RAM and SSD sizes on a workload, and advise the sizes that are worth their price."""
     if (trace is None) == (sessions_per_hour is None):
-        raise InvalidRequest("give --trace FILE or --sessions-per-hour N")
+        raise InvalidRequest("give either --trace FILE or --sessions-per-hour N")
     began = time.perf_counter()
     if trace is not None:
         loaded, scale = load_trace(trace), 1.0

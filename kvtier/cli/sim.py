@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from kvtier.cli.output import Json, console, write_json, write_table
+from kvtier.cli.output import Json, console, counting, write_json, write_table
 from kvtier.errors import InvalidRequest
 from kvtier.sim import History, Played, make_history, play, shrink
 from kvtier.sim.history import HOSTS_MAX, STEPS
 
 Seeds = Annotated[str, typer.Option("--seeds", help="One seed, or the first and the last: 0-1999.")]
-Mode = Annotated[Literal["safety", "liveness", "engines"], typer.Option("--mode", help="What is checked; see below.")]
+Mode = Annotated[
+    Literal["safety", "liveness", "engines"], typer.Option("--mode", help="The promises to check, as said above.")
+]
 Hosts = Annotated[int, typer.Option("--hosts", min=0, max=HOSTS_MAX, help="Machines; 0: one to three, by the seed.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, max=10_000, help="Steps of a history.")]
 Disk = Annotated[
@@ -53,7 +53,7 @@ def sim(
     first, last = _range(seeds)
     histories = (make_history(seed, mode, hosts, steps, disk) for seed in range(first, last + 1))
     count, failed, results = 0, list[Played](), _Sum()
-    with _bar(last + 1 - first, f"{mode}") as advance:
+    with counting(last + 1 - first, mode) as advance:
         for history in histories:
             played = play(history)
             count += 1
@@ -112,7 +112,10 @@ def _range(seeds: str) -> tuple[int, int]:
 
 
 def _read(path: Path) -> History:
-    return History.decode(path.read_bytes())
+    try:
+        return History.decode(path.read_bytes())
+    except OSError as wrong:
+        raise InvalidRequest(f"--replay {path} cannot be read: {wrong.strerror}") from None
 
 
 def _keep(played: Played, folder: Path) -> Path:
@@ -159,15 +162,3 @@ def _show(found: dict[str, Any]) -> None:
         found["virtual_hours"], found["cpu_ms_per_history"], found["digest"],
     ]  # fmt: skip
     write_table(columns, [row])
-
-
-@contextmanager
-def _bar(total: int, title: str) -> Iterator[Callable[[], None]]:
-    """A progress bar on standard error, if that is a terminal; call what it gives after each history."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as progress:
-        task = progress.add_task(title, total=total)
-        yield lambda: progress.advance(task)

@@ -20,7 +20,9 @@ def read_namespace(path: Path) -> Namespace:
     try:
         with path.open("rb") as file:
             raw = json.loads(file.read(TEXT_BYTES_MAX))
-    except (OSError, ValueError, RecursionError) as wrong:
+    except OSError as wrong:
+        raise InvalidRequest(f"{path} cannot be read: {wrong.strerror}") from wrong
+    except (ValueError, RecursionError) as wrong:
         raise InvalidRequest(f"{path} is not a JSON file of a namespace's fields: {wrong}") from wrong
     if not isinstance(raw, dict):
         raise InvalidRequest(f"{path} holds {type(raw).__name__}, not a mapping of a namespace's fields")

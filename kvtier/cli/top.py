@@ -29,6 +29,7 @@ from kvtier.units import shorten
 TEXT_BYTES_MAX = 16 << 20
 WAIT_S_MAX = 5.0
 HERE = f"http://127.0.0.1:{PORT}/metrics"
+ENDPOINTS = "vLLM and SGLang (--enable-metrics) have /metrics at their own port, programs call kvtier.metrics.serve"
 
 Url = Annotated[str, typer.Argument(help="The metrics endpoint: kvtier's own, vLLM's or SGLang's.", metavar="[URL]")]
 Interval = Annotated[float, typer.Option("--interval", min=0.2, help="Seconds between two readings.")]
@@ -162,7 +163,8 @@ def read_figures(url: str) -> Figures:
             figures = parse_figures(_text(answer).decode())
     except (urllib.error.URLError, HTTPException, OSError, ValueError) as wrong:
         reason = getattr(wrong, "reason", None) or wrong
-        raise Unanswered(f"{shorten(url)} gives no metrics: {shown(reason, 256)}") from wrong
+        text = shown(getattr(reason, "strerror", None) or reason, 256)
+        raise Unanswered(f"{shorten(url)} gives no metrics: {text}; is its process running? {ENDPOINTS}") from wrong
     if not figures:
         raise Unanswered(f"{shorten(url)} has no metrics of kvtier; is the cache open?")
     return figures

@@ -14,7 +14,7 @@ import typer
 
 from kvtier.bench.retention.recording import Recording, write_mooncake, write_trace
 from kvtier.bench.retention.traces import load_trace
-from kvtier.cli.output import Json, console, write_json
+from kvtier.cli.output import Json, console, replacing, write_json
 from kvtier.cli.trace_socket import SILENT, SocketSilent, connected, lines_of, socket_of
 from kvtier.errors import InvalidRequest
 from kvtier.units import parse_duration
@@ -74,7 +74,7 @@ def convert(
     if out.exists() and not force:
         raise InvalidRequest(f"{out} is there already; name another file, or replace it with --force")
     trace = load_trace(source, limit=limit, block_tokens=block_tokens, unit_s=1e-3 if milliseconds else 1.0)
-    with out.open("w", encoding="utf-8") as file:
+    with replacing(out) as file:
         (write_trace if to == "kvtier" else write_mooncake)(trace, file)
     told = {"format": trace.format, "requests": len(trace.requests), "blocks": trace.unique,
             "block_tokens": trace.block_tokens}  # fmt: skip

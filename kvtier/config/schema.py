@@ -27,12 +27,15 @@ from kvtier.config.values import (
     Duration,
     Endurance,
     File,
+    Folder,
+    Key,
     Paths,
     Plugin,
     Prices,
     Rate,
     Secret,
     Size,
+    Socket,
     Url,
     Version,
 )
@@ -214,9 +217,9 @@ class Security(_Section):
     key_file: File | None = Field(
         default=None, description="File of keys with mode 0600; none of the three: local trust."
     )
-    key: Secret | None = Field(default=None, description="One key of 64 hexadecimal digits, as ${NAME}.")
+    key: Key | None = Field(default=None, description="One key of 64 hexadecimal digits, as ${NAME}.")
     kms: Plugin | None = Field(default=None, description="Plug-in that fetches the keys.")
-    data_keys: File | None = Field(
+    data_keys: Folder | None = Field(
         default=None,
         description="Directory of tenants' wrapped keys, shared by replicas; set: G3 and G4 encrypt.",
     )
@@ -252,10 +255,9 @@ class Log(_Section):
 class Tracing(_Section):
     """What a running cache tells of its requests."""
 
-    socket: File | None = Field(
+    socket: Socket | None = Field(
         default=None,
         description="Unix socket for `kvtier trace record`, `explain`, `reload`, one per engine; none: there is none.",
-        examples=["/run/kvtier/trace.sock"],
     )
     spans: bool = Field(default=False, description="OpenTelemetry spans of look-ups, plans and transfers.")
 

@@ -24,6 +24,7 @@ from kvtier.units import (
 )
 
 PATH_CHARS_MAX = 4096
+KEY_FILE, DATA_KEYS, SOCKET = "/etc/kvtier/keys.yaml", "/var/lib/kvtier/data-keys", "/run/kvtier/trace.sock"  # examples
 SECONDS_MAX = 10 * 365 * 86400
 PRICES = {"put": 0.005, "get": 0.0004, "gb_month": 0.023}
 """List prices of S3 Standard in us-east-1: dollars per 1,000 PUT, COPY and LIST requests, per 1,000 others, per GB
@@ -58,11 +59,16 @@ def _paths(value: Any) -> tuple[Path, ...]:
     return paths
 
 
-def _file(value: Any) -> Path:
-    path = Path(_text(str(value) if isinstance(value, Path) else value))
-    if not path.is_absolute():
-        raise InvalidRequest(f"{shorten(str(path))}: write the full path, such as /etc/kvtier/keys.yaml")
-    return path
+def _full_path(example: str) -> BeforeValidator:
+    """A path that does not depend on where the process was started."""
+
+    def read(value: Any) -> Path:
+        path = Path(_text(str(value) if isinstance(value, Path) else value))
+        if not path.is_absolute():
+            raise InvalidRequest(f"{shorten(str(path))}: write the full path, such as {example}")
+        return path
+
+    return BeforeValidator(read)
 
 
 def _plugin(value: Any) -> str:
@@ -166,8 +172,11 @@ Paths = Annotated[
         {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}], "examples": ["/nvme/kvtier"]}
     ),
 ]
-File = Annotated[Path, BeforeValidator(_file), _schema("string", "/etc/kvtier/keys.yaml")]
+File = Annotated[Path, _full_path(KEY_FILE), _schema("string", KEY_FILE)]
+Folder = Annotated[Path, _full_path(DATA_KEYS), _schema("string", DATA_KEYS)]
+Socket = Annotated[Path, _full_path(SOCKET), _schema("string", SOCKET)]
 Plugin = Annotated[str, BeforeValidator(_plugin), _schema("string", "vault")]
 Version = Annotated[int, BeforeValidator(_version), WithJsonSchema({"const": 1})]
 Url = Annotated[str, BeforeValidator(_url), _schema("string", "s3://bucket/prefix")]
 Secret = Annotated[SecretStr, BeforeValidator(_secret), _schema("string", "${KVTIER_SECRET}")]
+Key = Annotated[SecretStr, BeforeValidator(_secret), _schema("string", "${KVTIER_KEY}")]

@@ -262,5 +262,5 @@ class Pins:
 
     def _named(self, name: str) -> Pin:
         if name not in self._pins:
-            raise InvalidRequest(f"pin {name[:40]!r} does not exist; there are {len(self._pins)} others")
+            raise InvalidRequest(f"pin {name[:40]!r} does not exist")
         return self._pins[name]

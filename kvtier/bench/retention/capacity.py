@@ -168,7 +168,8 @@ class Rates:
         for name in self.__slots__:
             value = getattr(self, name)
             if not (value > 0 or (name == "shared_tokens" and value == 0)) or value == float("inf"):
-                raise InvalidRequest(f"{name.replace('_', '-')} must be positive, got {value}")
+                option = name.removesuffix("_s").replace("_", "-")
+                raise InvalidRequest(f"--{option} must be positive, got {value}")
         if self._sessions_max < 100:
             raise InvalidRequest(f"{self.turns} turns of {self.turn_tokens} tokens: sessions are too long to be tried")
         rng = random.Random(seed)

@@ -14,7 +14,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing.connection import Connection
@@ -110,8 +110,9 @@ class TraceWallClock(TrustedClock):
         """A trace's time is not that of this boot."""
 
 
-def replay(trace: Trace, setup: Setup) -> Replayed:
-    """Serve every request of `trace`. Blocks for minutes; leaves its files in `setup.folder`, which it makes.
+def replay(trace: Trace, setup: Setup, progress: Callable[[], None] = lambda: None) -> Replayed:
+    """Serve every request of `trace`, and call `progress` after each. Blocks for minutes; leaves its files in
+    `setup.folder`, which it makes.
 
     Raises CorruptError on the first wrong byte, and KVTierError when a worker dies by itself.
     """
@@ -127,6 +128,7 @@ def replay(trace: Trace, setup: Setup) -> Replayed:
         for answer in _work(trace, setup, start, stop, kill=not last_half):
             if isinstance(answer, Served):
                 served.append(answer)
+                progress()
             else:
                 stats = answer
                 misses.update(answer["requests"]["misses"])
@@ -227,8 +229,9 @@ def _serve(trace: Trace, setup: Setup, start: int, stop: int, kill: bool, out: C
     config = _config(setup)
     clock.at = trace.requests[start].at if start < stop else 0.0
     with kvtier.open(config, namespace, clock=clock) as cache:
-        if lacking := {"g3", *(["g4"] if setup.g4_url else [])} - cache.stats().keys():
-            raise KVTierError(f"{', '.join(sorted(lacking))} could not be opened: a replay needs all its tiers")
+        if shut := cache.stats()["tasks"]["out"]:
+            reasons = "; ".join(f"{tier}: {why}" for tier, why in shut.items())
+            raise KVTierError(f"a replay needs all its tiers: {reasons}")
         flushed_at = trace.requests[start].at if start < stop else 0.0
         for number, request in islice(enumerate(trace.requests), start, stop):
             if request.at - flushed_at > min(setup.ttl / TOUCHES_PER_TTL, FLUSH_S_MAX):

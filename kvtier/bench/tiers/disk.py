@@ -39,6 +39,7 @@ from kvtier.tiers.data_keys import DataKeys
 from kvtier.tiers.disk.store import THREADS
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.protocol import Loaded, Sealed, Stored, Target
+from kvtier.units import format_size
 
 BATCH_BYTES = 32 << 20
 IN_FLIGHT = 4
@@ -82,7 +83,7 @@ class Bench:
         self.batches = total_bytes // block_bytes // self.batch_blocks
         if self.batches < 2 * IN_FLIGHT or block_bytes % 4096:
             least = 2 * IN_FLIGHT * self.batch_blocks * block_bytes
-            raise InvalidRequest(f"at least {least} bytes in all, in blocks of a multiple of 4096")
+            raise InvalidRequest(f"--size is {format_size(least)} at least, and --block a multiple of 4KiB")
         self.total_bytes = self.batches * self.batch_blocks * block_bytes
         self._namespace = Namespace("bench/model", "bench:1", "bfloat16", "L2HND", 16, block_bytes)
         self._clock = SystemClock()

@@ -25,7 +25,7 @@ from kvtier.bench.retention.simulate import ALL, FOREVER, Admit, TierLevel
 from kvtier.bench.retention.trace import REQUESTS_MIN, Trace
 from kvtier.bench.retention.traces import load_trace
 from kvtier.bench.retention.worth import PRICES, SPEEDS_GB_S, Assumptions, PricedTier, appraise
-from kvtier.cli.output import Json, console, write_json, write_table
+from kvtier.cli.output import Json, console, counting, write_json, write_table
 from kvtier.errors import InvalidRequest
 from kvtier.policies.policy import POLICIES
 from kvtier.retention.terms import Terms
@@ -316,7 +316,8 @@ def _replay(
             )
             for ttl in map(str.strip, ttls.split(","))
         ]
-        replays = [replaying.replay(part, setup) for setup in setups]
+        with counting(len(setups) * len(part.requests), "requests") as advance:
+            replays = [replaying.replay(part, setup, advance) for setup in setups]
     return {"sample": sample, "ttls": [part.strip() for part in ttls.split(",")], **replaying.summary(part, replays)}
 
 

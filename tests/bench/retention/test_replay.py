@@ -13,7 +13,7 @@ from kvtier.bench.retention.curves import TtlCurve
 from kvtier.bench.retention.replay import Setup, _serve_one, replay
 from kvtier.bench.retention.simulate import keys_of
 from kvtier.bench.retention.trace import Trace
-from kvtier.errors import CorruptError
+from kvtier.errors import CorruptError, KVTierError
 from kvtier.testing import payload_of
 
 BLOCK = 4096
@@ -40,6 +40,12 @@ def test_without_a_kill_and_with_room_nothing_is_lost(made: Callable[..., Trace]
     done = replay(trace, setup)
     assert done.prefill_left_percent == pytest.approx(TtlCurve(trace).prefill_left_percent(10**6))
     assert done.tier_percent.keys() == {"g2"} and done.killed_at == -1
+
+
+def test_a_tier_that_does_not_open_ends_it(made: Callable[..., Trace], tmp_path: Path) -> None:
+    """On a full disk it went on in RAM alone, and printed its hits as those of all tiers."""
+    with pytest.raises(KVTierError, match="a replay needs all its tiers: g3: not open"):
+        replay(made(2, requests=4, users=2), Setup(tmp_path, ttl=60, bytes_per_token=BLOCK // 16, g3_bytes=2**60))
 
 
 @pytest.mark.timeout(240)

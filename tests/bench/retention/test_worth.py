@@ -124,7 +124,7 @@ def test_rates_make_a_trace() -> None:
     assert len(trace.requests) == 40 * 4
     assert {r.blocks[0] for r in trace.requests} == {0}  # what all sessions share
     for wrong in ({"sessions_per_hour": 0}, {"sessions_per_hour": float("nan")}, {"turns": -1}, {"pause_s": 0.0}):
-        with pytest.raises(InvalidRequest, match=f"{next(iter(wrong)).replace('_', '-')} must be positive"):
+        with pytest.raises(InvalidRequest, match="must be positive"):
             Rates(**({"sessions_per_hour": 5.0} | wrong)).trace()  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="too long to be tried"):
         Rates(sessions_per_hour=5, turns=10_000).trace()
