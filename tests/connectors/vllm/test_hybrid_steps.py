@@ -367,7 +367,8 @@ class Storm:
     def submit(self, job: Any) -> Any:
         """A block of a load comes wrong, and is said to."""
         ticket, moves = self._submit(job), job.moves
-        if job.request and self.chance.random() < self.fails:
+        strikes = job.request and self.chance.random() < self.fails
+        if strikes and ticket is not None:  # a refused job moves nothing
             place = self.chance.randrange(len(moves.blocks))
             self.engine.worker._failed.setdefault(moves.job, set()).add(place)
             self._poll()

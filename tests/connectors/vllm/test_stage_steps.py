@@ -110,7 +110,8 @@ class Storm(steps.Storm):
 
     def submit_of(self, rank: Rank, poll: Callable[[], None], plain: Callable[[Any], Any], job: Any) -> Any:
         ticket, moves = plain(job), job.moves
-        if job.request and self.chance.random() < self.failing[rank.number]:
+        strikes = job.request and self.chance.random() < self.failing[rank.number]
+        if strikes and ticket is not None:  # a refused job moves nothing
             place = self.chance.randrange(len(moves.blocks))
             rank.worker._failed.setdefault(moves.job, set()).add(place)
             poll()
