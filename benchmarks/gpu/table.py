@@ -37,6 +37,7 @@ def table(parts: Parts) -> list[Line]:
     lines = [*held(parts.get("tests", ())), *held(parts.get("sanitizer", ()), "compute-sanitizer: ")]
     lines += [*speed(parts.get("transfer", ())), *busy(parts.get("busy", ()))]
     lines += [*busy(parts.get("vllm", ())), *first_token(parts.get("ttft", ()))]
+    lines += busy(parts.get("hybrid", ()))
     return lines or [("nothing", "no row was finished", "")]
 
 

@@ -251,6 +251,23 @@ def test_cancelling_in_flight_ends_clean(pool_and_arena: tuple[torch.Tensor, mem
     assert engine.close(10.0)
 
 
+def test_memory_under_a_copy_is_nobody_elses_after_close() -> None:
+    """Closed and dropped in the middle of a store: it ends with its pool's bytes, and the memory is not given out."""
+    pool, arena = torch.randint(0, 256, (128, MIB), dtype=torch.uint8, device=DEVICE), arena_of(128 * MIB)
+    device, shape = of_pool(pool)
+    limits = CopyLimits(chunk_bytes=4 * MIB)
+    engine = cuda_engine(device, of_arenas([arena], MIB, shape), shape, Method.DMA, limits, delay=30_000_000)
+    before, address = pool.cpu().numpy(), pool.data_ptr()
+    engine.store(Moves.of((i, i, 0) for i in range(128)))
+    assert not engine.close(0.0) and engine.stats().in_flight
+    del pool, device, engine
+    torch.cuda.empty_cache()
+    other = torch.zeros((128, MIB), dtype=torch.uint8, device=DEVICE)
+    assert not address <= other.data_ptr() < address + 128 * MIB
+    torch.cuda.synchronize()
+    assert np.array_equal(np.frombuffer(arena, np.uint8).reshape(128, MIB), before)
+
+
 def test_without_device_memory_for_staging_bytes_are_still_right(
     pool_and_arena: tuple[torch.Tensor, memoryview],
 ) -> None:

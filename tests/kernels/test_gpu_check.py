@@ -342,7 +342,8 @@ def test_the_whole_runs_in_tiny_sizes_and_keeps_what_it_has_when_interrupted(tmp
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "gpu-check-smoke.json").read_text())["results"]
-    assert results["complete"] and list(results["parts"]) == ["tests", "transfer", "busy", "vllm", "ttft", "sanitizer"]
+    parts = ["tests", "transfer", "busy", "vllm", "ttft", "hybrid", "sanitizer"]
+    assert results["complete"] and list(results["parts"]) == parts
     assert all(results["parts"].values()) and "first token" in done.stdout
     process = subprocess.Popen([*command, "--only", "transfer"], env=environ, stdout=subprocess.PIPE, text=True)
     path, deadline = tmp_path / "gpu-check-smoke.json", time.monotonic() + 60
