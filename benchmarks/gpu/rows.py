@@ -27,7 +27,7 @@ AGAIN = 3
 """Exit code of a process that ended with a row's error: another shall do the rest."""
 
 _LEAST_S = 5.0
-_TAIL_CHARS = 3000
+_TAIL_CHARS = 6000
 
 
 class Skip(Exception):
@@ -112,7 +112,10 @@ def supervise(command: Sequence[str], path: Path, seconds: float, seen: Callable
         reason = why or f"the process ended with code {code}"
         rows = read(path)
         broken = [name for name, row in rows.items() if "begun" in row]
-        again = bool(broken) or (code == AGAIN and _ended(rows) > before)
+        ended = _ended(rows) - before
+        again = bool(broken) or (code == AGAIN and bool(ended))
+        for name in (name for name in ended if "error" in rows[name]):  # an engine's process tells why in its output
+            append(path, rows[name] | {"detail": f"{rows[name].get('detail', '')}\n{output}"})
         for name in broken or ([] if again else ["the process"]):
             append(path, {"name": name, "error": reason, "detail": output})
         seen()
@@ -120,8 +123,8 @@ def supervise(command: Sequence[str], path: Path, seconds: float, seen: Callable
             return
 
 
-def _ended(rows: Mapping[str, Row]) -> int:
-    return sum("begun" not in row for row in rows.values())
+def _ended(rows: Mapping[str, Row]) -> set[str]:
+    return {name for name, row in rows.items() if "begun" not in row}
 
 
 def _watch(process: subprocess.Popen[bytes], path: Path, deadline: float, seen: Callable[[], None]) -> str:

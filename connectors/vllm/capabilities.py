@@ -21,9 +21,9 @@ TESTED = range(27, 34)
 
 _OPTIONAL = frozenset(
     {
-        "bind_gpu_block_pool", "get_external_cache_hit_sources", "get_transfer_results", "has_pending_push_work",
-        "on_new_request", "requires_kv_delivery", "request_finished_all_groups", "reset_cache", "restore_kv_caches",
-        "unregister_kv_caches",
+        "bind_gpu_block_pool", "get_external_cache_hit_sources", "get_transfer_results", "has_pending_block_frees",
+        "has_pending_push_work", "on_new_request", "requires_kv_delivery", "request_finished_all_groups", "reset_cache",
+        "restore_kv_caches", "unregister_kv_caches",
     }
 )  # fmt: skip
 _ELSEWHERE = frozenset(

@@ -368,7 +368,9 @@ parser.add_argument("--rows", type=Path)
 parser.add_argument("--budget", type=float)
 options = parser.parse_args()
 rows = Rows(options.rows, options.budget)
-def wrong(): raise RuntimeError("a byte was wrong")
+def wrong():
+    os.system("echo an engine tells why")
+    raise RuntimeError("a byte was wrong")
 def absent(): raise Skip("not here")
 rows.run("first", lambda: {"figure": 1})
 rows.run("wrong", wrong)
@@ -395,6 +397,7 @@ def test_an_error_a_crash_and_a_hang_cost_their_own_row_alone(tmp_path: Path, mo
     assert list(rows) == ["first", "wrong", "absent", "crash", "hang", "last"]
     assert rows["first"]["figure"] == 1 and rows["last"]["figure"] == 2 and rows["absent"]["skipped"] == "not here"
     assert rows["wrong"]["error"] == "RuntimeError: a byte was wrong" and "Traceback" in rows["wrong"]["detail"]
+    assert rows["wrong"]["detail"].endswith("an engine tells why\n")
     assert "code 7" in rows["crash"]["error"] and "within 2 s" in rows["hang"]["error"]
     assert changes
 

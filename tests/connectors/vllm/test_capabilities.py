@@ -16,6 +16,21 @@ from kvtier.connectors.vllm.connector import KVTierConnector
 from kvtier.errors import ConfigError
 
 
+OLDEST = frozenset(
+    {
+        "bind_connector_metadata", "bind_gpu_block_pool", "build_connector_meta", "build_connector_worker_meta",
+        "build_kv_connector_stats", "build_prom_metrics", "get_block_ids_with_load_errors", "get_finished",
+        "get_handshake_metadata", "get_kv_connector_stats", "get_num_new_matched_tokens", "get_required_kvcache_layout",
+        "has_pending_push_work", "on_new_request", "prefer_cross_layer_blocks", "register_cross_layers_kv_cache",
+        "register_kv_caches", "request_finished", "request_finished_all_groups", "requires_kv_delivery", "reset_cache",
+        "save_kv_layer", "set_xfer_handshake_metadata", "set_xfer_handshake_metadata_pp_aware", "shutdown",
+        "start_load_kv", "take_events", "update_connector_output", "update_state_after_alloc", "wait_for_layer_load",
+        "wait_for_save",
+    }
+)  # fmt: skip
+"""Of the hooks that the connector has, those of vLLM 0.27.0, the oldest release that is served."""
+
+
 def like_the_connector(**others: Any) -> type:
     """Our hooks over a vLLM that has these instead; None: it lacks one."""
     names = [name for name in vars(KVTierConnector) if not name.startswith("_")]
@@ -45,6 +60,12 @@ def test_a_missing_hook_is_refused_or_named() -> None:
     with pytest.raises(ConfigError, match="no build_connector_meta"):
         capabilities.check(like_the_connector(build_connector_meta=None))
     assert "reset_cache" in capabilities.check(like_the_connector(reset_cache=None))
+
+
+def test_the_oldest_release_has_all_that_is_needed() -> None:
+    later = {name for name in vars(like_the_connector()) if not name.startswith("_")} - OLDEST
+    assert "has_pending_block_frees" in later
+    assert later <= set(capabilities.check(like_the_connector(**dict.fromkeys(later))))
 
 
 def test_a_field_that_is_read_and_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
