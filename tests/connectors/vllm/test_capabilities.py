@@ -15,7 +15,6 @@ from kvtier.connectors.vllm import capabilities
 from kvtier.connectors.vllm.connector import KVTierConnector
 from kvtier.errors import ConfigError
 
-
 OLDEST = frozenset(
     {
         "bind_connector_metadata", "bind_gpu_block_pool", "build_connector_meta", "build_connector_worker_meta",
