@@ -24,12 +24,12 @@ FRAGMENTS_BYTES = (512, 2 * KIB, 8 * KIB, 16 * KIB, 32 * KIB, 64 * KIB, 256 * KI
 COUNTS = (16, 64, 256, 1024)
 """Measured by calibration: fragment sizes, and fragments per launch."""
 
-_VERSION = 2
+_VERSION = 3
 
-_TOLERANCE = 1.15
-"""A method that leaves more of the device to the model may take so much longer. On an H200 that copies all the time, a
-product of matrices loses 3 to 4 % beside `dma`, 2 to 4 % beside `staged` and 15 to 28 % beside `direct`
-(benchmarks/results/gpu-check.json and gpu-check-before.json)."""
+_TOLERANCE = 1.25
+"""A method that leaves more of the device to the model may take so much longer. On an H200 or H100 that copies all the
+time, a product of matrices loses 3 to 4 % beside `dma`, 2 to 4 % beside `staged` and 15 to 28 % beside `direct`
+(benchmarks/results/gpu-check.json, gpu-check-before.json and gpu-check-h100.json)."""
 
 
 class Method(StrEnum):

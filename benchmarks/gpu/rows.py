@@ -22,7 +22,7 @@ from typing import Any
 Row = dict[str, Any]
 """`name`, and one of: figures, `skipped` (why), `error` (one line, with `detail`), `begun` alone."""
 
-ROW_LIMIT_S = 120.0
+ROW_LIMIT_S = 150.0
 AGAIN = 3
 """Exit code of a process that ended with a row's error: another shall do the rest."""
 

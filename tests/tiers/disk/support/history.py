@@ -254,7 +254,11 @@ class History:
         await self._clock.sleep(self._rng.choice((1.0, 1.0, 70.0, 400.0, 4000.0)))
 
     async def _jump(self) -> None:
+        """A jump beyond a block's time ends its retention, also where the clock comes back."""
         self._clock.jump_wall(self._rng.choice((-2 * DAY_S, -200.0, 200.0, 2 * DAY_S)))
+        for life in self._lives.values():
+            if life.retained <= self._clock.wall():
+                life.retained = NEVER
 
     async def _maintain(self) -> None:
         """Look after the directory while others write to it."""
