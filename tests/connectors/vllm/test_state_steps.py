@@ -15,7 +15,7 @@ if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
 from vllm.v1.request import RequestStatus
 
 from tests.connectors.vllm.support.modelless import Modelless, Wrong
-from tests.connectors.vllm.test_hybrid_steps import SIZE, WIDTHS, Storm, prompt, warm
+from tests.connectors.vllm.support.step_storm import SIZE, WIDTHS, Storm, prompt, warm
 
 Make = Callable[..., Modelless]
 

