@@ -100,13 +100,16 @@ class Housekeeping:
 
     async def flush_uses(self) -> bool:
         """Renew used blocks in the tiers below, and their guarantees, in slices, the latest first: so a block never has
-        a later use there than its parent. At each yield a use is here or with every tier. Whether there were any."""
-        any_used = bool(self._uses.blocks)
-        while self._uses.blocks:
+        a later use there than its parent. At each yield a use is here or with every tier. Passes on as many as there
+        are now: an engine may use blocks faster than they go. Whether there were any."""
+        left = self._uses.blocks
+        any_used = left > 0
+        while left > 0 and self._uses.blocks:
             with self._hierarchy.lock:
-                by_time = self._uses.take(MOVED_BLOCKS)
+                by_time = self._uses.take(min(left, MOVED_BLOCKS))
                 for wall_s, keys in by_time.items():
                     self._protection.used(keys, wall_s)
+            left -= sum(map(len, by_time.values()))
             for tier in self._hierarchy.lower.values():
                 with contextlib.suppress(ClosedError):
                     for wall_s, keys in by_time.items():

@@ -246,3 +246,23 @@ async def test_a_task_that_keeps_dying_takes_its_tier_out_until_a_probe() -> Non
         clock.advance(1)
         assert await cache.match(KEYS) == 8
         assert cache.stats()["g3"]["health"] == "well"
+
+
+async def test_uses_that_come_while_others_are_passed_on_wait_for_the_next_pass() -> None:
+    """An engine that uses blocks faster than the tiers take it kept housekeeping from reading purges, for good."""
+    clock, passed = VirtualClock(), list[int]()
+    tier = MemoryTier(NS, clock)
+    async with kvtier.aopen(CONFIG, NS, clock=clock, tiers=[tier]) as cache:
+        await put(cache)
+        await cache.flush()
+        keeping = cache.manager._housekeeping
+
+        def touch(keys: Sequence[bytes], wall_s: float) -> None:
+            passed.append(len(keys))
+            if len(passed) < 1000:
+                keeping.record_use(KEYS, clock.wall())
+
+        tier.touch = touch  # type: ignore[method-assign, assignment]
+        keeping.record_use(KEYS, clock.wall())
+        assert await keeping.flush_uses() and sum(passed) == len(KEYS)
+        assert await keeping.flush_uses() and sum(passed) == 2 * len(KEYS)
