@@ -393,3 +393,31 @@ def test_a_guarantee_of_another_process_shortens_none_of_this_one_s(tmp_path: Pa
             one._run(one.manager.protection.tend(read_pins=True))
         retained = one._run(one.manager.protection.retainer.known_below())
         assert set(retained) == set(KEYS) and min(retained.values()) >= clock.wall() + 3600
+
+
+async def test_what_is_guaranteed_while_a_pin_is_dropped_stays() -> None:
+    """The end of a pin goes to its media first, which may take seconds."""
+    clock = VirtualClock()
+    tier, asked, answer = MemoryTier(NS, clock), asyncio.Event(), asyncio.Event()
+    write = tier.write_note
+
+    async def slow(name: str, value: bytes | None) -> None:
+        asked.set()
+        await answer.wait()
+        await write(name, value)
+
+    config = kvtier.Config.parse({"tiers": {"g2": {"capacity": 16 * BLOCK}}})
+    async with kvtier.aopen(config, NS, clock=clock, tiers=[tier]) as cache:
+        await cache.put(KEYS, payloads_of(KEYS, BLOCK))
+        await cache.flush()
+        await cache.pins.create("docs", KEYS, "1h")
+        tier.write_note = slow  # type: ignore[method-assign]
+        deleting = asyncio.ensure_future(cache.pins.delete("docs", drop=True))
+        await asked.wait()
+        assert await cache.put(KEYS[:4], payloads_of(KEYS[:4], BLOCK), HOUR) == 4
+        answer.set()
+        assert await deleting
+        assert await cache.match(KEYS) == 4 == cache.stats()["requests"]["promises"]["guaranteed"]
+        await cache.evict("g2")
+        assert await cache.match(KEYS) == 4
+        cache.check()
