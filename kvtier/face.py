@@ -115,9 +115,14 @@ class Face:
         costs = self.manager.promoter.costs()
         return None if costs is None else costs.compute_s
 
-    def _chain(self, keys: Sequence[bytes], *, distinct: bool) -> list[BlockKey]:
+    def _require_process(self) -> None:
+        """Raises ClosedError in a forked child, where no lock is to be taken: another thread of the parent may have had
+        it, and the loop runs there only."""
         if os.getpid() != self._pid:
             raise ClosedError("this cache was opened in another process; open one of your own after a fork")
+
+    def _chain(self, keys: Sequence[bytes], *, distinct: bool) -> list[BlockKey]:
+        self._require_process()
         if self.manager.closed:
             raise ClosedError("the cache is closed")
         chain = list(keys)  # first: the caller's may change meanwhile
@@ -187,6 +192,7 @@ class Face:
     def account(self, request_id: str) -> Account | None:
         """In tokens, what a request asked for, read by tier, missed by reason and wrote by retention class. None: it is
         not among the latest thousand."""
+        self._require_process()
         return self.manager.account(request_id)
 
     def computed(self, tokens: int, seconds: float) -> None:
@@ -201,6 +207,7 @@ class Face:
         that has a place. Returns the keys that changed. Raises ConfigError, also for a change that needs a restart, and
         ClosedError; then nothing was changed. Thread-safe, one after the other: to wait longer than RELOAD_S for
         another is a ConfigError. Not to be called from a signal handler (`reload_on_sighup`)."""
+        self._require_process()
         if not self._reloading.acquire(timeout=RELOAD_S):  # the file that was read last is the one in force
             raise ConfigError(f"another reload has not read its file for {RELOAD_S:.0f} s; nothing was changed")
         try:
@@ -222,10 +229,12 @@ class Face:
 
     def stats(self) -> dict[str, Any]:
         """Per tier: blocks, bytes, capacity, hits, misses by reason, evictions, latency; and `requests`."""
+        self._require_process()
         return self.manager.stats()
 
     def check(self) -> None:
         """Assert the invariants of every tier. Reads whole indexes: for tests and after incidents."""
+        self._require_process()
         self.manager.check()
 
 

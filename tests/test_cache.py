@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -343,21 +341,6 @@ def test_a_closed_cache_says_so() -> None:
     for call in (lambda: cache.match([]), lambda: cache.get([]), lambda: cache.put([], []), lambda: cache.flush()):
         with pytest.raises(kvtier.ClosedError):
             call()
-
-
-def test_a_forked_child_is_refused(tmp_path: Path) -> None:
-    with kvtier.open(config(), NS) as cache:
-        keys = list(chain_of(NS, 1))
-        put(cache, keys)
-        child = os.fork()
-        if child == 0:
-            try:
-                cache.match(keys)
-            except kvtier.ClosedError:
-                os._exit(0)
-            os._exit(1)
-        assert os.waitpid(child, 0)[1] == 0
-        assert cache.match(keys) == 1
 
 
 def test_g2_smaller_than_a_block_is_refused() -> None:
