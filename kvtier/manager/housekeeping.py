@@ -122,6 +122,10 @@ class Housekeeping:
         self._forgotten.append(holds)
 
     def unpin_forgotten(self) -> None:
-        """Undo the pins of forgotten leases."""
-        while self._forgotten:
-            self._hierarchy.release(self._forgotten.popleft()[::-1])
+        """Undo the pins of forgotten leases. On any thread, several at once."""
+        while True:
+            try:
+                holds = self._forgotten.popleft()
+            except IndexError:  # not asked before: another thread may take the last
+                return
+            self._hierarchy.release(holds[::-1])

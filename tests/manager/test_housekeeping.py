@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -25,6 +26,7 @@ from kvtier.testing import (
 )
 from kvtier.testing.memory import MemoryStore
 from kvtier.tiers.breaker import Health
+from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.protocol import Tier
 from kvtier.times import Mono
 from tests.manager.support.stubborn import Killed, StubbornTier, hurried, kill
@@ -266,3 +268,21 @@ async def test_uses_that_come_while_others_are_passed_on_wait_for_the_next_pass(
         keeping.record_use(KEYS, clock.wall())
         assert await keeping.flush_uses() and sum(passed) == len(KEYS)
         assert await keeping.flush_uses() and sum(passed) == 2 * len(KEYS)
+
+
+def test_a_forgotten_lease_that_another_thread_takes_meanwhile_is_no_error() -> None:
+    """A reservation looks for such leases, on the engine's thread."""
+
+    class Contended(deque[Sequence[Hold]]):
+        def __len__(self) -> int:
+            seen = super().__len__()
+            self.clear()  # by another thread, as soon as it was looked at
+            return seen
+
+    config = kvtier.Config.parse({"tiers": {"g2": {"capacity": 64 * BLOCK}}})
+    with kvtier.open(config, NS, tiers=[]) as cache:
+        keeping = cache.manager._housekeeping
+        keeping._forgotten = Contended([()])
+        keeping.unpin_forgotten()
+        keeping._forgotten = deque()
+        assert cache.put(KEYS, payloads_of(KEYS, BLOCK)) == 8
