@@ -421,3 +421,16 @@ async def test_what_is_guaranteed_while_a_pin_is_dropped_stays() -> None:
         await cache.evict("g2")
         assert await cache.match(KEYS) == 4
         cache.check()
+
+
+@pytest.mark.parametrize("name", [None, 7, b"docs", ["docs"], "", "\ud800", "a b", "x" * 129], ids=ascii)
+def test_a_name_that_no_pin_can_have_is_refused_and_not_remembered(name: str) -> None:
+    """It was to be taken off the media ever after: housekeeping failed at it, until every block was a miss."""
+    clock, store = VirtualClock(), MemoryStore.empty()
+    with opened(clock, [MemoryTier(NS, clock, store=store)]) as cache:
+        for verb in (lambda: cache.pins.create(name, KEYS, "1h"), lambda: cache.pins.extend(name, "1h"),
+                     lambda: cache.pins.delete(name), lambda: cache.pins.delete(name, drop=True)):  # fmt: skip
+            with pytest.raises(kvtier.InvalidRequest, match="pin: a name has"):
+                verb()
+        cache.pins.create("docs", KEYS, "1h")
+        assert pin_notes(store) == {"pin/docs"} and not cache.manager.protection._sync.unwritten
