@@ -197,7 +197,7 @@ class Face:
 
     def computed(self, tokens: int, seconds: float) -> None:
         """The engine computed so many tokens of a prompt in this time: blocks that load slower are not loaded."""
-        if not (tokens > 0 and 0 <= seconds < float("inf")):
+        if not (0 < tokens < float("inf") and 0 <= seconds < float("inf")):
             raise InvalidRequest(f"tokens and seconds must be positive, got {tokens} and {seconds}")
         self.manager.computed(tokens / self.namespace.block_tokens, seconds)
 
