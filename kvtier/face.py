@@ -7,6 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -132,12 +133,11 @@ class Face:
     def _wanted(self, keys: Sequence[bytes], start: int, *requests: object, distinct: bool = False) -> list[BlockKey]:
         """`requests`: ids of some, as callers give them."""
         chain = self._chain(keys, distinct=distinct)
-        try:
-            hash(requests)
-        except TypeError as error:
-            raise InvalidRequest(f"a request's id must be a string: {error}") from None
-        if not 0 <= start <= len(chain):
-            raise InvalidRequest(f"start must lie in 0 … {len(chain)}, got {start}")
+        for each in requests:
+            if not isinstance(each, str):
+                raise InvalidRequest(f"a request's id must be a string, got {type(each).__name__}")
+        if not hasattr(start, "__index__") or not 0 <= start <= len(chain):
+            raise InvalidRequest(f"start must lie in 0 … {len(chain)}, got {start!r}")
         return chain
 
     def _put(
@@ -169,8 +169,8 @@ class Face:
         return request_terms(retention, *self._retention)
 
     def _deadline(self, timeout: float | None, default: float) -> Mono:
-        if timeout is not None and not timeout >= 0:
-            raise InvalidRequest(f"timeout must be at least 0 seconds, got {timeout}")
+        if timeout is not None and not (isinstance(timeout, Real) and timeout >= 0):
+            raise InvalidRequest(f"timeout must be at least 0 seconds, got {timeout!r}")
         return self._clock.monotonic() + (default if timeout is None else min(timeout, TIMEOUT_S_MAX))
 
     def chain_hashes(self, tokens: Any, salt: str | bytes | None = None, retention: Wanted = None) -> list[bytes]:
