@@ -270,6 +270,25 @@ async def test_uses_that_come_while_others_are_passed_on_wait_for_the_next_pass(
         assert await keeping.flush_uses() and sum(passed) == 2 * len(KEYS)
 
 
+async def test_all_uses_of_a_chain_are_passed_on_though_others_come_meanwhile() -> None:
+    """Else its head would have an earlier use below than its tail, until the next pass, and leave before it."""
+    clock, passed = VirtualClock(), set[bytes]()
+    tier = MemoryTier(NS, clock)
+    async with kvtier.aopen(CONFIG, NS, clock=clock, tiers=[tier]) as cache:
+        keeping, chain, others = cache.manager._housekeeping, chain_of(NS, 256, seed=1), chain_of(NS, 512, seed=2)
+
+        def touch(keys: Sequence[bytes], wall_s: float) -> None:
+            if not passed:
+                keeping.record_use(others, clock.wall())
+            passed.update(keys)
+
+        tier.touch = touch  # type: ignore[method-assign, assignment]
+        keeping.record_use(chain, clock.wall())
+        assert await keeping.flush_uses() and passed == set(chain)
+        assert await keeping.flush_uses() and passed == {*chain, *others}
+        assert not await keeping.flush_uses()
+
+
 def test_a_forgotten_lease_that_another_thread_takes_meanwhile_is_no_error() -> None:
     """A reservation looks for such leases, on the engine's thread."""
 
