@@ -214,6 +214,7 @@ class Cache(Face):
         (deadlines.put); without, blocks that find no space stay in G2 only, or are refused, newest and deepest first.
         The account of `request_id` counts stored blocks. Raises InvalidRequest, and then nothing was stored.
         """
+        self._require_process()
         work = self.manager.hierarchy.begin()
         put = self._put(keys, buffers, retention, start=start, wait=wait, request_id=request_id, work=work)
         deadline = self._deadline(timeout, self.config.deadlines.put)
@@ -309,12 +310,23 @@ class Cache(Face):
         """Run a coroutine of `manager` on the cache's event loop, without waiting for it: for connectors, whose engine
         thread must not wait. The future is the caller's; cancelling it cancels the work. `trace`: the request's headers
         of the W3C trace context, in whose trace its spans are. Raises ClosedError."""
+        self._require_process(work)
         return in_trace(trace, self._loop.submit, work)
+
+    def _require_process(self, work: Coroutine[Any, Any, object] | None = None) -> None:
+        """`Face._require_process`; `work` is not begun there."""
+        try:
+            super()._require_process()
+        except ClosedError:
+            if work is not None:
+                work.close()
+            raise
 
     def _run(
         self, work: Coroutine[Any, Any, T], deadline: Mono | None = None, late: Callable[[], T] | None = None
     ) -> T:
         """Await `work` on the loop. Where the loop itself does not answer by the deadline, `late()` is the answer."""
+        self._require_process(work)
         left_s = _LONGEST_S if deadline is None else max(0.0, deadline - self._clock.monotonic())
         try:
             return self._loop.run(work, left_s + _GRACE_S)

@@ -7,6 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -115,9 +116,14 @@ class Face:
         costs = self.manager.promoter.costs()
         return None if costs is None else costs.compute_s
 
-    def _chain(self, keys: Sequence[bytes], *, distinct: bool) -> list[BlockKey]:
+    def _require_process(self) -> None:
+        """Raises ClosedError in a forked child, where no lock is to be taken: another thread of the parent may have had
+        it, and the loop runs there only."""
         if os.getpid() != self._pid:
             raise ClosedError("this cache was opened in another process; open one of your own after a fork")
+
+    def _chain(self, keys: Sequence[bytes], *, distinct: bool) -> list[BlockKey]:
+        self._require_process()
         if self.manager.closed:
             raise ClosedError("the cache is closed")
         chain = list(keys)  # first: the caller's may change meanwhile
@@ -127,12 +133,11 @@ class Face:
     def _wanted(self, keys: Sequence[bytes], start: int, *requests: object, distinct: bool = False) -> list[BlockKey]:
         """`requests`: ids of some, as callers give them."""
         chain = self._chain(keys, distinct=distinct)
-        try:
-            hash(requests)
-        except TypeError as error:
-            raise InvalidRequest(f"a request's id must be a string: {error}") from None
-        if not 0 <= start <= len(chain):
-            raise InvalidRequest(f"start must lie in 0 … {len(chain)}, got {start}")
+        for each in requests:
+            if not isinstance(each, str):
+                raise InvalidRequest(f"a request's id must be a string, got {type(each).__name__}")
+        if not hasattr(start, "__index__") or not 0 <= start <= len(chain):
+            raise InvalidRequest(f"start must lie in 0 … {len(chain)}, got {start!r}")
         return chain
 
     def _put(
@@ -164,8 +169,8 @@ class Face:
         return request_terms(retention, *self._retention)
 
     def _deadline(self, timeout: float | None, default: float) -> Mono:
-        if timeout is not None and not timeout >= 0:
-            raise InvalidRequest(f"timeout must be at least 0 seconds, got {timeout}")
+        if timeout is not None and not (isinstance(timeout, Real) and timeout >= 0):
+            raise InvalidRequest(f"timeout must be at least 0 seconds, got {timeout!r}")
         return self._clock.monotonic() + (default if timeout is None else min(timeout, TIMEOUT_S_MAX))
 
     def chain_hashes(self, tokens: Any, salt: str | bytes | None = None, retention: Wanted = None) -> list[bytes]:
@@ -187,11 +192,12 @@ class Face:
     def account(self, request_id: str) -> Account | None:
         """In tokens, what a request asked for, read by tier, missed by reason and wrote by retention class. None: it is
         not among the latest thousand."""
+        self._require_process()
         return self.manager.account(request_id)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """The engine computed so many tokens of a prompt in this time: blocks that load slower are not loaded."""
-        if not (tokens > 0 and 0 <= seconds < float("inf")):
+        if not (0 < tokens < float("inf") and 0 <= seconds < float("inf")):
             raise InvalidRequest(f"tokens and seconds must be positive, got {tokens} and {seconds}")
         self.manager.computed(tokens / self.namespace.block_tokens, seconds)
 
@@ -201,6 +207,7 @@ class Face:
         that has a place. Returns the keys that changed. Raises ConfigError, also for a change that needs a restart, and
         ClosedError; then nothing was changed. Thread-safe, one after the other: to wait longer than RELOAD_S for
         another is a ConfigError. Not to be called from a signal handler (`reload_on_sighup`)."""
+        self._require_process()
         if not self._reloading.acquire(timeout=RELOAD_S):  # the file that was read last is the one in force
             raise ConfigError(f"another reload has not read its file for {RELOAD_S:.0f} s; nothing was changed")
         try:
@@ -222,10 +229,12 @@ class Face:
 
     def stats(self) -> dict[str, Any]:
         """Per tier: blocks, bytes, capacity, hits, misses by reason, evictions, latency; and `requests`."""
+        self._require_process()
         return self.manager.stats()
 
     def check(self) -> None:
         """Assert the invariants of every tier. Reads whole indexes: for tests and after incidents."""
+        self._require_process()
         self.manager.check()
 
 

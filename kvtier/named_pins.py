@@ -16,7 +16,7 @@ from kvtier.errors import InvalidRequest
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.protection import Protection
 from kvtier.manager.slices import aside
-from kvtier.retention.pins import Pin
+from kvtier.retention.pins import Pin, check_name
 from kvtier.times import Wall
 from kvtier.units import parse_duration
 
@@ -69,14 +69,16 @@ class AsyncNamedPins:
         """Let a pin end that long from now: later, or sooner. Raises InvalidRequest if there is none."""
         self._protection.require_loop()
         self._chain(())
+        check_name(name)
         pin = await self._protection.extend(name, seconds(ttl))
         return await aside(len(pin.chain), lambda: self._info(pin))
 
     async def delete(self, name: str, *, drop: bool = False) -> bool:
         """End a pin; whether there was one. Its blocks may leave from now on; with `drop`, those that nothing else
-        keeps leave every tier at once."""
+        keeps leave every tier at once. Raises InvalidRequest for what cannot be a name."""
         self._protection.require_loop()
         self._chain(())
+        check_name(name)
         return await self._protection.delete(name, drop=drop)
 
     async def list(self) -> list[PinInfo]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import kvtier
@@ -332,8 +332,18 @@ def test_bad_words_are_named(stack: Stack) -> None:
         put(stack.cache, keys, retention="weekly")
     with pytest.raises(kvtier.InvalidRequest, match="'g9' is not a tier"):
         stack.cache.evict("g9")
-    with pytest.raises(kvtier.InvalidRequest, match="timeout must be at least 0"):
-        stack.cache.get(keys, timeout=-1)
+    wrong: list[tuple[str, Any, str]] = [
+        *(("timeout", value, "timeout must be at least 0") for value in (-1, float("nan"), "5", [])),
+        *(("start", value, "start must lie in 0 … 1") for value in (-1, 2, 0.5, "0", None)),
+        *(("request_id", value, "a request's id must be a string") for value in (7, b"r", None, [])),
+    ]
+    for name, value, message in wrong:  # an id that is none was remembered, and no question about it was answered
+        for verb in (stack.cache.get, lambda keys, **named: put(stack.cache, keys, **named)):
+            with pytest.raises(kvtier.InvalidRequest, match=message):
+                verb(keys, **{name: value})  # type: ignore[operator]
+    with pytest.raises(kvtier.InvalidRequest, match="retention is a class or a list of token ranges, got int"):
+        put(stack.cache, keys, retention=7)
+    assert stack.cache.get(keys, timeout=np.float32(1), start=np.int64(1)).miss is None  # type: ignore[arg-type]
 
 
 def test_a_closed_cache_says_so() -> None:
@@ -343,21 +353,6 @@ def test_a_closed_cache_says_so() -> None:
     for call in (lambda: cache.match([]), lambda: cache.get([]), lambda: cache.put([], []), lambda: cache.flush()):
         with pytest.raises(kvtier.ClosedError):
             call()
-
-
-def test_a_forked_child_is_refused(tmp_path: Path) -> None:
-    with kvtier.open(config(), NS) as cache:
-        keys = list(chain_of(NS, 1))
-        put(cache, keys)
-        child = os.fork()
-        if child == 0:
-            try:
-                cache.match(keys)
-            except kvtier.ClosedError:
-                os._exit(0)
-            os._exit(1)
-        assert os.waitpid(child, 0)[1] == 0
-        assert cache.match(keys) == 1
 
 
 def test_g2_smaller_than_a_block_is_refused() -> None:

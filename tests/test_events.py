@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 import kvtier
 from kvtier.config import Config
 from kvtier.events import Change, Events, Lost
-from kvtier.identity.keys import BlockKey
-from kvtier.testing import chain_of, payloads_of, sample_namespace
+from kvtier.identity.keys import BlockKey, Scope
+from kvtier.testing import MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace
+from kvtier.times import Wall
 
 
 def resident(changes: Sequence[Change | Lost], tier: str) -> set[bytes]:
@@ -101,6 +103,51 @@ def test_what_waits_before_a_loss_without_names_is_told_before_it(tmp_path: Path
         assert resident(heard[:lost], "g4") == set(before)
         assert resident(heard[lost + 1 :], "g4") == set(after)
         assert heard.count(Lost("g4")) == 1
+
+
+def test_what_an_operator_takes_out_of_the_bucket_is_told(tmp_path: Path) -> None:
+    """All of it, without names, and a pin's blocks by name: the bucket itself tells nothing."""
+    namespace, events = sample_namespace(block_bytes=8192), Events()
+    tiers = {"g2": {"capacity": 64 * 8192}, "g4": {"url": f"file://{tmp_path}/bucket", "stride": 2}}
+    with kvtier.open(Config.parse({"tiers": tiers}), namespace) as cache:
+        cache.manager.subscribe(events)
+        chain = chain_of(namespace, 6)
+        for drop in (lambda: cache.pins.delete("docs", drop=True), lambda: cache.evict("g4")):
+            assert cache.put(chain, payloads_of(chain, 8192)) == 6
+            cache.pins.create("docs", chain, "1h")
+            assert cache.flush(20).pending == 0
+            assert resident(events.take(), "g4") == set(chain)
+            drop()
+            assert cache.match(chain) == cache.manager.prefix([BlockKey(key) for key in chain])
+            heard = events.take()
+            assert Lost("g4") in heard or Change("g4", tuple(chain), False) in heard
+
+
+async def test_a_purge_that_is_given_up_is_told_all_the_same() -> None:
+    """Its tiers may have dropped blocks by then, and drop the rest when they are asked again."""
+    namespace, events, clock = sample_namespace(block_bytes=8192), Events(), VirtualClock()
+    tier, asked = MemoryTier(namespace, clock), asyncio.Event()
+    purge = tier.purge
+
+    async def slow(scope: Scope, before: Wall) -> int:
+        gone = await purge(scope, before)
+        asked.set()
+        await asyncio.sleep(60)
+        return gone
+
+    tier.purge = slow  # type: ignore[method-assign]
+    config = Config.parse({"tiers": {"g2": {"capacity": 64 * 8192}}, "deadlines": {"close": "1s"}})
+    async with kvtier.aopen(config, namespace, clock=clock, tiers=[tier]) as cache:
+        cache.manager.subscribe(events)
+        chain = chain_of(namespace, 6)
+        await cache.put(chain, payloads_of(chain, 8192))
+        await cache.flush()
+        assert Lost("g3") not in events.take()
+        purging = asyncio.ensure_future(cache.purge())
+        await asked.wait()
+        purging.cancel()
+        await asyncio.wait({purging})
+        assert Lost("g3") in events.take()
 
 
 def test_changes_that_nobody_takes_are_dropped_from_the_oldest_on() -> None:

@@ -7,13 +7,13 @@ from concurrent.futures import wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtier.cache import Cache
-from kvtier.clock import Clock
 from kvtier.connectors.transformers.traffic import Traffic
 from kvtier.hit import Hit
 from kvtier.identity.keys import BlockKey
 from kvtier.manager.accounts import Account
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import Depth, Terms
+from kvtier.retention.trusted_clock import TrustedClock
 from kvtier.tiers.device.torch_pool import DevicePool
 from kvtier.tiers.protocol import Miss
 from kvtier.times import Mono
@@ -30,7 +30,7 @@ _GRACE_S = 1.0
 class Chains:
     """See the module. One owner thread, the pool's."""
 
-    def __init__(self, pool: DevicePool, cache: Cache, traffic: Traffic, clock: Clock) -> None:
+    def __init__(self, pool: DevicePool, cache: Cache, traffic: Traffic, clock: TrustedClock) -> None:
         self._pool, self._cache, self._traffic, self._clock = pool, cache, traffic, clock
 
     @property
@@ -46,7 +46,8 @@ class Chains:
         the cache's accounts."""
         import torch
 
-        slots = self._pool.pin(chain, self._clock.wall()) if self.proven else []
+        now = self._clock.read()
+        slots = self._pool.pin(chain, now.serve, now.stamp) if self.proven else []
         tiers = ["g1"] * len(slots)
         parts: list[list[int] | torch.Tensor] = [list(slots)]  # slots, or rows that G1 has no slot for; in order
         try:
@@ -104,10 +105,10 @@ class Chains:
         waits for the tiers below up to `wait_s`. Returns the depth of the first new block, and that behind the last."""
         import torch
 
-        now = self._clock.wall()
-        life = Lifetime.of(terms, now)
+        now = self._clock.read()
+        life = Lifetime.of(terms, now.stamp)
         dirty_since = self._clock.monotonic() if terms.ceiling > Depth.G1 else None
-        known = self._pool.pin(chain, now)
+        known = self._pool.pin(chain, now.serve, now.stamp)
         try:
             self._pool.confirm(known, chain, life, dirty_since=dirty_since)
         finally:

@@ -42,7 +42,9 @@ from kvtier.identity.hashing import chain_hashes, chain_root
 from kvtier.identity.keys import TENANT_BYTES, BlockKey, Scope, make_keys, scope_of
 from kvtier.kernels.engine import cpus_near
 from kvtier.manager.closing import Flushed
+from kvtier.retention.lifetime import FUTURE_S
 from kvtier.retention.terms import Depth, Terms, resolve
+from kvtier.retention.trusted_clock import TrustedClock
 from kvtier.tiers.device.tails import Tails, tail_key
 from kvtier.tiers.device.torch_pool import DevicePool
 from kvtier.tiers.protocol import Miss, Tier
@@ -90,7 +92,8 @@ class PrefixCache:
         self.namespace = namespace_of(model, self.shape, block_tokens, name=name, weights=weights, mode=config.weights)
         self.served: Counter[str] = Counter()  # prompt tokens: by the tier that had them, and "recomputed"
         self.groups_served: dict[str, Counter[str]] = {}  # blocks by tier, of "full" and each group beside it
-        self.clock = clock or SystemClock()
+        self.clock = TrustedClock.around(clock or SystemClock())  # G1's, too, and the same as the other tiers'
+        self._adopted = 0  # times that it has accepted
         self._config = config
         self._classes = config.terms()
         self._fetched: WeakKeyDictionary[Any, _Fetched] = WeakKeyDictionary()
@@ -244,8 +247,13 @@ class PrefixCache:
             self._follow_purges()
 
     def _follow_purges(self) -> None:
-        """Drop what G1 has of tenants that were purged elsewhere, before anything of it is served or stored."""
+        """Drop what G1 has of tenants that were purged elsewhere, and what a time stamped that was given up since,
+        before anything of it is served or stored."""
         self._purges.take_to(self._forget, self.cache.manager)
+        now = self.clock.read()
+        if self.clock.adopted != self._adopted:
+            self._adopted = self.clock.adopted
+            self.pool.drop_made_after(now.serve + FUTURE_S)
 
     def _forget(self, tenants: set[Scope]) -> None:
         for tenant in tenants:
@@ -363,12 +371,12 @@ class PrefixCache:
     def _add_tail(self, tails: Tails, cache: DynamicCache, parent: BlockKey, tokens: Any) -> int:
         """Add the first tokens of a block behind `parent` that begins as `tokens` do to a cache that ends there.
         Returns how many; they are copied out of G1."""
-        now = self.clock.wall()
-        found = tails.longest(parent, tokens[: self.block_tokens], lambda key: bool(self.pool.match([key], now)))
+        now = self.clock.read()
+        found = tails.longest(parent, tokens[: self.block_tokens], lambda key: bool(self.pool.match([key], now.serve)))
         if found is None:
             return 0
         key, count = found
-        slots = self.pool.pin([key], now)
+        slots = self.pool.pin([key], now.serve, now.stamp)
         try:
             for place, index in enumerate(self.shape.groups.full):
                 keys, values = self._kv[slots[0], place, :, :, :count].clone()

@@ -47,6 +47,7 @@ def scope_of(salt: str | bytes | None, adapter: bytes = b"", isolated: str = "",
     The digest is keyed BLAKE2b over the three length-prefixed parts; `secret` (0-64 bytes, from the configuration, the
     same on every replica) keeps a reader of the store from guessing salts. All parts absent gives `SHARED`, whatever
     the secret. All scopes of a tenant begin with the same 8 bytes, those of requests without a salt with zeros. Pure.
+    Raises InvalidRequest for a salt that is neither text nor bytes.
     """
     if not adapter and not isolated:
         return SHARED if salt is None else Scope(_scope_digest(salt, b"", "", secret))
@@ -70,6 +71,8 @@ def tenant_of(scope: bytes) -> Scope:
 def _salt_bytes(salt: str | bytes | None) -> bytes:
     if salt is None:
         return b""
+    if not isinstance(salt, str | bytes | bytearray | memoryview):  # `bytes` of a number is as many zeros
+        raise InvalidRequest(f"a salt is text or bytes, got {type(salt).__name__}; write str(…) around an id")
     # The marker keeps "no salt" apart from "an empty salt", which is a tenant's salt.
     # Half of a surrogate pair comes through JSON: it is part of a name like any other.
     return b"\x01" + (salt.encode(errors="surrogatepass") if isinstance(salt, str) else bytes(salt))

@@ -39,7 +39,9 @@ class Capacities:
     async def _follow_g2(self) -> bool:
         hierarchy, slots = self._hierarchy, self._hierarchy.host.in_use
         before, until = len(slots.unused), hierarchy.clock.monotonic() + PASS_S
-        if slots.surplus > 0:
+        with hierarchy.lock:
+            beyond = slots.surplus > 0 or hierarchy.host.quota.beyond()  # what was leased then may leave by now
+        if beyond:
             now = hierarchy.now().serve
             steps = slots.shrink_steps(hierarchy.host.quota, lambda scope: hierarchy.host.evict_coldest(scope, now))
             await hierarchy.drop_slices(takewhile(lambda _: not self._is_over(until), steps))

@@ -266,15 +266,19 @@ class Hierarchy:
             if more:
                 yield
 
-    async def drop_everywhere(self, keys: Sequence[BlockKey]) -> None:
-        """Drop these blocks from every tier. Those under a lease stay until it ends."""
+    async def drop_everywhere(self, keys: Sequence[BlockKey], spared: Callable[[BlockKey], bool]) -> None:
+        """Drop these blocks from every tier. Those under a lease stay until it ends, and `spared` ones, which is asked
+        under the lock when their turn comes: somebody may want them by then."""
         for part in slices(keys):
             with self.lock:
                 for key in part:
-                    self.host.drop(key)
+                    if not spared(key):
+                        self.host.drop(key)
             await asyncio.sleep(0)
         for part in slices(keys):
-            await asyncio.gather(*(tier.evict(part) for tier in self.lower.values()))
+            with self.lock:
+                free = [key for key in part if not spared(key)]
+            await asyncio.gather(*(tier.evict(free) for tier in self.lower.values()))
 
     async def give_up_copies(self, keys: Sequence[BlockKey], spared: Callable[[BlockKey], bool]) -> int:
         """Drop the copies in G2 of those of a chain's last blocks that the nearest lower tier is known to have. Leased

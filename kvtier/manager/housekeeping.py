@@ -64,7 +64,7 @@ class Housekeeping:
         self._purger = purger
         self._saved = saved
         self._capacities = Capacities(hierarchy)
-        self._uses = _Uses()  # that the tiers below do not know
+        self._uses, self._passing = _Uses(), _Uses()  # that the tiers below do not know: new ones, and those before
         self._forgotten: deque[Sequence[Hold]] = deque()
         self._waited_s = 0.0  # since purges and pins of elsewhere were read
 
@@ -94,17 +94,25 @@ class Housekeeping:
             return
         for part in slices(keys):
             with self._hierarchy.lock:
-                if self._uses.full(self._hierarchy.limits.touched_max):
+                if self._uses.full(self._hierarchy.limits.touched_max - self._passing.blocks):
                     return
                 self._uses.add(part, wall_s)
 
     async def flush_uses(self) -> bool:
-        """Renew used blocks in the tiers below, and their guarantees, in slices, the latest first: so a block never has
-        a later use there than its parent. At each yield a use is here or with every tier. Whether there were any."""
-        any_used = bool(self._uses.blocks)
-        while self._uses.blocks:
+        """Renew used blocks in the tiers below, and their guarantees. Those that are used meanwhile wait for the next
+        call: an engine may use them faster than they are passed on. Whether there were any."""
+        any_used = await self._pass_on()  # what an earlier call has left, or passes on now
+        with self._hierarchy.lock:  # the former has none now
+            self._passing, self._uses = self._uses, self._passing
+        return await self._pass_on() or any_used
+
+    async def _pass_on(self) -> bool:
+        """In slices, the latest first: so a block never has a later use below than its parent. At each yield a use is
+        here or with every tier. Whether there were any."""
+        any_used = bool(self._passing.blocks)
+        while self._passing.blocks:
             with self._hierarchy.lock:
-                by_time = self._uses.take(MOVED_BLOCKS)
+                by_time = self._passing.take(MOVED_BLOCKS)
                 for wall_s, keys in by_time.items():
                     self._protection.used(keys, wall_s)
             for tier in self._hierarchy.lower.values():
@@ -119,6 +127,10 @@ class Housekeeping:
         self._forgotten.append(holds)
 
     def unpin_forgotten(self) -> None:
-        """Undo the pins of forgotten leases."""
-        while self._forgotten:
-            self._hierarchy.release(self._forgotten.popleft()[::-1])
+        """Undo the pins of forgotten leases. On any thread, several at once."""
+        while True:
+            try:
+                holds = self._forgotten.popleft()
+            except IndexError:  # not asked before: another thread may take the last
+                return
+            self._hierarchy.release(holds[::-1])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvtier.clock import Clock
@@ -71,11 +72,21 @@ class LowerTiers(Mapping[str, Metered]):
         for tier in self._used.values():
             self._subscribe(tier)
 
-    def lose_names(self) -> None:
-        """A purge took blocks out of every tier, of which some do not say which."""
-        for name, tier in self._used.items():
-            if self._events is not None and not tier.names_removals():
-                self._events.lose(name)
+    @contextmanager
+    def losing(self, tiers: Iterable[Metered]) -> Iterator[None]:
+        """Around what takes blocks out of these tiers: who listens hears of it where a tier does not say which. Even if
+        it fails: some may have gone."""
+        try:
+            yield
+        finally:
+            for tier in tiers:
+                if self._events is not None and not tier.names_removals():
+                    self._events.lose(tier.name)
+
+    async def evict(self, name: str) -> int:
+        """Drop all of the namespace's blocks from one tier; returns how many."""
+        with self.losing([tier := self._used[name]]):
+            return await tier.evict(None)
 
     def _subscribe(self, tier: Metered) -> None:
         tier.subscribe(None if self._events is None else self._events.of(tier.name))

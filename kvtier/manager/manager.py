@@ -377,7 +377,7 @@ class Manager:
         if name == self.host.name:
             count = await self.hierarchy.drop_slices(self.host.drop_where(lambda number: True))
         else:
-            count = await self.lower[name].evict(None)
+            count = await self.lower.evict(name)
         await self.protection.evicted(name, self.demoter.on_its_way)
         return count
 

@@ -39,6 +39,7 @@ LOADS_AT_ONCE = 16
 """Of one request: more would be ahead of other requests' in the tier's queue, and might end in one turn of the loop."""
 
 _SMOOTHING = 0.2
+_BLOCK_S_MAX = 3600.0  # to compute one block
 
 
 class Promoter:
@@ -68,10 +69,10 @@ class Promoter:
 
     def computed(self, blocks: float, seconds: float) -> None:
         """The engine computed this many blocks in this time: the estimate that loading is weighed against. A time of 0
-        is one that the clock could not tell: no estimate."""
-        if seconds <= 0:
-            return
+        is one that the clock could not tell: no estimate. Nor is one that no engine takes: the mean would keep it."""
         sample = seconds / max(blocks, 1e-9)
+        if not 0 < sample < _BLOCK_S_MAX:
+            return
         old = self._compute_s_per_block
         self._compute_s_per_block = sample if old is None else old + _SMOOTHING * (sample - old)
 

@@ -286,14 +286,10 @@ class Protection:
                 there = self.pins.end(name)
                 self._sync.note_deleted(name)
             await self.expire(None)
-            free = list[BlockKey]()
-            for part in slices(pin.chain if drop and pin is not None else ()):
-                free += [key for key in part if not self.wanted(key)]
-                await asyncio.sleep(0)
             there |= await self._sync.write([name])
             await self.retainer.tell_below()
-        if drop:
-            await self._hierarchy.drop_everywhere(free)
+        if drop and pin is not None:
+            await self._hierarchy.drop_everywhere(pin.chain, self.wanted)
         return there
 
     def listed(self) -> list[Pin]:

@@ -80,8 +80,8 @@ class Purger:
             _add(tier.owed, purges.items())
         calls = [self._purge_in(tier, purges) for tier in self._lower.values()]
         count = 0
-        answers = await asyncio.gather(dropping, *calls, return_exceptions=True)
-        self._lower.lose_names()
+        with self._lower.losing(self._lower.values()):
+            answers = await asyncio.gather(dropping, *calls, return_exceptions=True)
         self._settle(tenants)
         if self._follow_log(tenants):
             await self._tell_refused(tenants)

@@ -182,7 +182,7 @@ class Lifetime:
         G3's index cannot read."""
         lasting = [s for s in self.stamps if min(_or_inf(s.ttl), _or_inf(s.max_age)) >= 1]
         out = [_HEAD.pack(self.last_use, len(lasting) | (_SHORT if short else 0))]
-        out += [_STAMP.pack(s.created, int(s.ttl or 0), int(s.max_age or 0), s.ceiling) for s in lasting]
+        out += [_STAMP.pack(s.created, int(s.ttl or 0), int(min(s.max_age or 0, _U32_MAX)), s.ceiling) for s in lasting]
         return b"".join(out) if short else b"".join(out).ljust(LIFETIME_BYTES, b"\0")
 
     @staticmethod
@@ -210,6 +210,7 @@ class Lifetime:
         return cls(last_use, tuple(stamps))
 
 
+_U32_MAX = 0xFFFF_FFFF  # where stamps meet, that of the older may last longer
 _HEAD = struct.Struct("<dB")
 _STAMP = struct.Struct("<dIIB")
 LIFETIME_BYTES = _HEAD.size + STAMPS_MAX * _STAMP.size

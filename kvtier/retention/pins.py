@@ -38,10 +38,10 @@ class Pin:
     position: int = 0
 
 
-def check_name(name: str) -> None:
+def check_name(name: object) -> None:
     """Raises InvalidRequest unless `name` may be a pin's. The message, which is logged, does not repeat what a client
     took for a name."""
-    if not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidRequest("pin: a name has 1 … 128 of A-Z a-z 0-9 _ . : / -")
 
 

@@ -84,6 +84,8 @@ def request_terms(wanted: Wanted, classes: Iterable[Terms], default: str) -> Req
         return wanted
     if wanted is None or isinstance(wanted, str | Terms):
         return RequestTerms(_class(wanted or default, known))
+    if not isinstance(wanted, Sequence):
+        raise InvalidRequest(f"retention is a class or a list of token ranges, got {type(wanted).__name__}")
     _check_count(len(wanted))
     ranges = []
     for item in wanted:

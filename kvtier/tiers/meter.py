@@ -195,6 +195,14 @@ class Metered(Wrapper):
     def _owes(self, key: BlockKey) -> bool:
         return self.stale or tenant_of(key) in self.owed
 
+    async def evict(self, keys: Sequence[BlockKey] | None) -> int:
+        residence = None if keys is None or self.names_removals() else self._residence
+        try:
+            return await self.inner.evict(keys)
+        finally:
+            if residence is not None and keys is not None:
+                residence.gone(keys)
+
     async def empty(self) -> int:
         """`evict` of all. Raises TierError where it is not done."""
         return await self.inner.empty()

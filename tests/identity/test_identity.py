@@ -186,6 +186,15 @@ def test_scopes_are_apart_and_need_the_secret() -> None:
     assert all(len(scope) == SCOPE_BYTES for scope in scopes)
     assert scope_of(None, secret=b"k" * 16) == SHARED
     assert scope_of(b"a") == scope_of("a")
+    assert scope_of(bytearray(b"a")) == scope_of(memoryview(b"a")) == scope_of("a")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("salt", [7, 0, True, 1 << 62, 1.5, ["a"], np.int64(3)], ids=repr)
+def test_a_salt_is_text_or_bytes(salt: str) -> None:
+    """An id that is a number was as many zeros: gigabytes of them, and 0 was no salt of its own."""
+    for use in (scope_of, lambda salt: kvtier.chain_hashes(range(16), BASE, salt=salt)):
+        with pytest.raises(InvalidRequest, match="a salt is text or bytes"):
+            use(salt)
 
 
 def test_a_tenant_s_scopes_are_of_one_tenant_and_no_other_s() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 import kvtier
@@ -168,8 +170,21 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed(monkeypatch: pyte
         assert missed(cache, KEYS) == {"slower": 8 * T}
         clock.advance(61)
         assert missed(cache, KEYS) == {}, "a tier that was slow is tried again"
-        with pytest.raises(kvtier.InvalidRequest):
-            cache.computed(0, 1.0)
+        for tokens, seconds in ((0, 1.0), (math.inf, 1.0), (T, math.inf), (T, -1.0), (math.nan, 1.0)):
+            with pytest.raises(kvtier.InvalidRequest, match="tokens and seconds must be positive"):
+                cache.computed(tokens, seconds)  # type: ignore[arg-type]
+
+
+def test_a_time_that_no_engine_takes_is_not_weighed() -> None:
+    """Infinite once, the mean was no number from then on, and nothing was loaded any more."""
+    with opened(VirtualClock(), []) as cache:
+        for tokens, seconds in ((1, 0.0), (1e-300, 1e300), (1, 1e308), (1e-3, 60.0)):
+            cache.computed(tokens, seconds)  # type: ignore[arg-type]
+            assert cache.manager.promoter.costs() is None
+        cache.computed(T, 0.5)
+        cache.computed(1, 1e308)
+        costs = cache.manager.promoter.costs()
+        assert costs is not None and costs.compute_s == 0.5
 
 
 def test_a_prefix_is_warmed_for_a_request_to_come() -> None:

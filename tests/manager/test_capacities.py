@@ -65,3 +65,19 @@ async def test_memory_that_was_not_given_back_yet_is_after_a_small_growth(monkey
         for _ in range(8):
             await follower.follow()
         assert given >= set(host.in_use.unused) and len(host.in_use.unused) == 22
+
+
+async def test_what_is_beyond_a_quota_and_leased_leaves_in_a_later_pass() -> None:
+    """G2 itself has shrunk by then, so nothing else is left to do."""
+    config = kvtier.Config.parse({"tiers": {"g2": {"capacity": 32 * BLOCK}}, "retention": {"quota": 0.5}})
+    async with kvtier.aopen(config, NS, clock=VirtualClock()) as cache:
+        host, follower, chain = cache.manager.host, Capacities(cache.manager.hierarchy), chain_of(NS, 16)
+        assert await cache.put(chain, payloads_of(chain, BLOCK)) == 16
+        with await cache.get(chain):
+            with cache.manager.lock:
+                host.resize(16)
+            await follower.follow()
+            assert host.in_use.surplus == 0 and cache.manager.prefix(chain) == 16
+        await follower.follow()
+        assert host.quota.beyond() == [] and cache.manager.prefix(chain) == 8
+        cache.check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -25,6 +26,7 @@ from kvtier.testing import (
 )
 from kvtier.testing.memory import MemoryStore
 from kvtier.tiers.breaker import Health
+from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.protocol import Tier
 from kvtier.times import Mono
 from tests.manager.support.stubborn import Killed, StubbornTier, hurried, kill
@@ -246,3 +248,60 @@ async def test_a_task_that_keeps_dying_takes_its_tier_out_until_a_probe() -> Non
         clock.advance(1)
         assert await cache.match(KEYS) == 8
         assert cache.stats()["g3"]["health"] == "well"
+
+
+async def test_uses_that_come_while_others_are_passed_on_wait_for_the_next_pass() -> None:
+    """An engine that uses blocks faster than the tiers take it kept housekeeping from reading purges, for good."""
+    clock, passed = VirtualClock(), list[int]()
+    tier = MemoryTier(NS, clock)
+    async with kvtier.aopen(CONFIG, NS, clock=clock, tiers=[tier]) as cache:
+        await put(cache)
+        await cache.flush()
+        keeping = cache.manager._housekeeping
+
+        def touch(keys: Sequence[bytes], wall_s: float) -> None:
+            passed.append(len(keys))
+            if len(passed) < 1000:
+                keeping.record_use(KEYS, clock.wall())
+
+        tier.touch = touch  # type: ignore[method-assign, assignment]
+        keeping.record_use(KEYS, clock.wall())
+        assert await keeping.flush_uses() and sum(passed) == len(KEYS)
+        assert await keeping.flush_uses() and sum(passed) == 2 * len(KEYS)
+
+
+async def test_all_uses_of_a_chain_are_passed_on_though_others_come_meanwhile() -> None:
+    """Else its head would have an earlier use below than its tail, until the next pass, and leave before it."""
+    clock, passed = VirtualClock(), set[bytes]()
+    tier = MemoryTier(NS, clock)
+    async with kvtier.aopen(CONFIG, NS, clock=clock, tiers=[tier]) as cache:
+        keeping, chain, others = cache.manager._housekeeping, chain_of(NS, 256, seed=1), chain_of(NS, 512, seed=2)
+
+        def touch(keys: Sequence[bytes], wall_s: float) -> None:
+            if not passed:
+                keeping.record_use(others, clock.wall())
+            passed.update(keys)
+
+        tier.touch = touch  # type: ignore[method-assign, assignment]
+        keeping.record_use(chain, clock.wall())
+        assert await keeping.flush_uses() and passed == set(chain)
+        assert await keeping.flush_uses() and passed == {*chain, *others}
+        assert not await keeping.flush_uses()
+
+
+def test_a_forgotten_lease_that_another_thread_takes_meanwhile_is_no_error() -> None:
+    """A reservation looks for such leases, on the engine's thread."""
+
+    class Contended(deque[Sequence[Hold]]):
+        def __len__(self) -> int:
+            seen = super().__len__()
+            self.clear()  # by another thread, as soon as it was looked at
+            return seen
+
+    config = kvtier.Config.parse({"tiers": {"g2": {"capacity": 64 * BLOCK}}})
+    with kvtier.open(config, NS, tiers=[]) as cache:
+        keeping = cache.manager._housekeeping
+        keeping._forgotten = Contended([()])
+        keeping.unpin_forgotten()
+        keeping._forgotten = deque()
+        assert cache.put(KEYS, payloads_of(KEYS, BLOCK)) == 8

@@ -393,3 +393,44 @@ def test_a_guarantee_of_another_process_shortens_none_of_this_one_s(tmp_path: Pa
             one._run(one.manager.protection.tend(read_pins=True))
         retained = one._run(one.manager.protection.retainer.known_below())
         assert set(retained) == set(KEYS) and min(retained.values()) >= clock.wall() + 3600
+
+
+async def test_what_is_guaranteed_while_a_pin_is_dropped_stays() -> None:
+    """The end of a pin goes to its media first, which may take seconds."""
+    clock = VirtualClock()
+    tier, asked, answer = MemoryTier(NS, clock), asyncio.Event(), asyncio.Event()
+    write = tier.write_note
+
+    async def slow(name: str, value: bytes | None) -> None:
+        asked.set()
+        await answer.wait()
+        await write(name, value)
+
+    config = kvtier.Config.parse({"tiers": {"g2": {"capacity": 16 * BLOCK}}})
+    async with kvtier.aopen(config, NS, clock=clock, tiers=[tier]) as cache:
+        await cache.put(KEYS, payloads_of(KEYS, BLOCK))
+        await cache.flush()
+        await cache.pins.create("docs", KEYS, "1h")
+        tier.write_note = slow  # type: ignore[method-assign]
+        deleting = asyncio.ensure_future(cache.pins.delete("docs", drop=True))
+        await asked.wait()
+        assert await cache.put(KEYS[:4], payloads_of(KEYS[:4], BLOCK), HOUR) == 4
+        answer.set()
+        assert await deleting
+        assert await cache.match(KEYS) == 4 == cache.stats()["requests"]["promises"]["guaranteed"]
+        await cache.evict("g2")
+        assert await cache.match(KEYS) == 4
+        cache.check()
+
+
+@pytest.mark.parametrize("name", [None, 7, b"docs", ["docs"], "", "\ud800", "a b", "x" * 129], ids=ascii)
+def test_a_name_that_no_pin_can_have_is_refused_and_not_remembered(name: str) -> None:
+    """It was to be taken off the media ever after: housekeeping failed at it, until every block was a miss."""
+    clock, store = VirtualClock(), MemoryStore.empty()
+    with opened(clock, [MemoryTier(NS, clock, store=store)]) as cache:
+        for verb in (lambda: cache.pins.create(name, KEYS, "1h"), lambda: cache.pins.extend(name, "1h"),
+                     lambda: cache.pins.delete(name), lambda: cache.pins.delete(name, drop=True)):  # fmt: skip
+            with pytest.raises(kvtier.InvalidRequest, match="pin: a name has"):
+                verb()
+        cache.pins.create("docs", KEYS, "1h")
+        assert pin_notes(store) == {"pin/docs"} and not cache.manager.protection._sync.unwritten

@@ -176,6 +176,15 @@ def test_parts_of_a_second_are_rounded_down() -> None:
     assert (stamp.ttl, stamp.max_age) == (1, 2)
 
 
+def test_a_life_that_is_longer_than_can_be_stored_is_stored_as_the_longest() -> None:
+    """Of a stride whose blocks have the longest terms since different times. It could not be written at all, which
+    counted as the tier's fault."""
+    most = 2.0**32 - 1
+    lives = [Lifetime.of(Terms("t"), T0), Lifetime.of(Terms("t", max_age=most), T0 + 60)]
+    (stamp,) = Lifetime.decode(Lifetime.common(lives).encode()).stamps
+    assert (stamp.created, stamp.max_age) == (T0, most)
+
+
 def test_stamps_that_never_live_together_meet_in_none() -> None:
     long = Stamp(100.0, None, 60.0, Depth.G2)
     assert Stamp(100.0, None, 0.5, Depth.G4).meet(long) is None, "less than a second is not stored"

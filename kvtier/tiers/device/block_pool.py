@@ -139,21 +139,21 @@ class BlockPool:
             append(slot)
         return slots
 
-    def pin(self, keys: Sequence[BlockKey], wall_s: Wall) -> list[int]:
+    def pin(self, keys: Sequence[BlockKey], wall_s: Wall, used_wall_s: Wall | None = None) -> list[int]:
         """`match`, and one reference to each slot found: they stay as they are until passed to `free`.
 
-        Counts as a use of the blocks at `wall_s`.
+        Counts as a use of the blocks at `used_wall_s` (None: `wall_s`).
         """
-        slots = self.match(keys, wall_s)
+        slots, used = self.match(keys, wall_s), wall_s if used_wall_s is None else used_wall_s
         refs, lives, queue = self._refs, self._lives, self._free
-        fresh = wall_s - _RENEW_S
+        fresh = used - _RENEW_S
         for slot in slots:
             if not refs[slot]:
                 del queue[slot]
             refs[slot] += 1
             life = lives[slot]
             if life is not None and life.last_use < fresh:
-                self._renew(slot, life.used(wall_s))
+                self._renew(slot, life.used(used))
         return slots
 
     def confirm(
@@ -238,6 +238,11 @@ class BlockPool:
     def purge(self, scope: Scope) -> int:
         """`evict` every block of `scope`."""
         return self.evict([key for key in self._index if key.startswith(scope)])
+
+    def drop_made_after(self, wall_s: Wall) -> int:
+        """`evict` every block with a use or a stamp later than this time: a wrong clock made it."""
+        lives = ((key, self._lives[slot]) for key, slot in self._index.items())
+        return self.evict([key for key, life in lives if life is not None and max(life.last_use, life.born) > wall_s])
 
     def _unname(self, slot: int) -> None:
         key = self._keys[slot]

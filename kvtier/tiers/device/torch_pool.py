@@ -81,8 +81,8 @@ class DevicePool(BlockPool):
         super().free(slots)
         self._order.used(slots)
 
-    def pin(self, keys: Sequence[BlockKey], wall_s: Wall) -> list[int]:
-        slots = super().pin(keys, wall_s)
+    def pin(self, keys: Sequence[BlockKey], wall_s: Wall, used_wall_s: Wall | None = None) -> list[int]:
+        slots = super().pin(keys, wall_s, used_wall_s)
         self._order.follow(slots)
         return slots
 
