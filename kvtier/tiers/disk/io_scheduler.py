@@ -43,6 +43,10 @@ class IOBatch:
             except RuntimeError:  # the loop is closed
                 pass
 
+    def cancel(self) -> None:
+        """No further job starts."""
+        self._cancel(self)
+
     async def wait(self) -> None:
         """Until no job runs. After a cancellation no further job starts; it is raised when none runs any more."""
         self._loop = asyncio.get_running_loop()  # first: the last job sees it, or it is seen here that it has ended
@@ -51,7 +55,7 @@ class IOBatch:
             try:
                 await self._ended.wait()
             except asyncio.CancelledError as error:
-                self._cancel(self)
+                self.cancel()
                 cancelled = error
         if cancelled is not None:
             raise cancelled
