@@ -29,6 +29,9 @@ async def test_a_turnover_replaces_every_block(tmp_path: Path, monkeypatch: pyte
         old = large_store._keys(b"filled", 0, BLOCKS)
         assert None not in tier.peek(old, range(BLOCKS)), "one is left"
         assert 0 < found["transaction_cpu_ms"]["p50"] <= found["transaction_cpu_ms"]["max"]
+        slowest = found["slowest_transaction"]
+        assert slowest["cpu_ms"] == found["transaction_cpu_ms"]["max"] > slowest["before_commit_cpu_ms"] > 0
+        assert 0 <= slowest["collector_cpu_ms"] < slowest["cpu_ms"]
         assert found["index_bytes_written_per_put"] > 0
         transact = tier._store.index.transact
         assert transact.__func__ is type(tier._store.index).transact, "it is timed no longer"  # type: ignore[attr-defined]

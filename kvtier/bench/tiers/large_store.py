@@ -8,12 +8,14 @@ digests, so that they come into the index in no order, as those of a model's blo
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import mmap
 import multiprocessing
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -190,30 +192,62 @@ class _Puts:
 
 
 class _TimedTransactions:
-    """While inside, the milliseconds of every transaction of the open store: by the clock, and of the processor."""
+    """While inside, the milliseconds of every transaction of the open store: by the clock, and of the processor; of
+    these those before the commit, and those of Python's garbage collector, which may begin in any thread."""
 
     def __init__(self, path: Path) -> None:
         self._store = Store.visit([path])
         self.wall_ms, self.cpu_ms = list[float](), list[float]()
+        self.work_cpu_ms, self.collector_cpu_ms = list[float](), list[float]()
+        self._collecting = threading.local()
 
     def __enter__(self) -> _TimedTransactions:
         index = self._store.index
         transact = index.transact
 
-        def timed(*arguments: Any, **options: Any) -> Any:
+        def timed(work: Callable[[WriteTxn], Any], **options: Any) -> Any:
+            self._collecting.seconds = 0.0
             wall_s, cpu_s = time.perf_counter(), time.thread_time()
+            worked_s = cpu_s
+
+            def watched(txn: WriteTxn) -> Any:
+                nonlocal worked_s
+                try:
+                    return work(txn)
+                finally:
+                    worked_s = time.thread_time()
+
             try:
-                return transact(*arguments, **options)
+                return transact(watched, **options)
             finally:
                 self.wall_ms.append(1000 * (time.perf_counter() - wall_s))
                 self.cpu_ms.append(1000 * (time.thread_time() - cpu_s))
+                self.work_cpu_ms.append(1000 * (worked_s - cpu_s))
+                self.collector_cpu_ms.append(1000 * self._collecting.seconds)
 
         index.transact = timed  # type: ignore[method-assign]
+        gc.callbacks.append(self._collects)
         return self
 
     def __exit__(self, *_: object) -> None:
+        gc.callbacks.remove(self._collects)
         del self._store.index.transact
         self._store.release(DEADLINE_S)
+
+    def _collects(self, phase: str, _: object) -> None:
+        """On the thread that collects, before and after."""
+        sign = -1.0 if phase == "start" else 1.0
+        self._collecting.seconds = getattr(self._collecting, "seconds", 0.0) + sign * time.thread_time()
+
+    def slowest(self) -> dict[str, float]:
+        """Of the processor's milliseconds, those of the transaction that took the most: to tell its cause."""
+        number = int(np.argmax(self.cpu_ms))
+        return {
+            "cpu_ms": self.cpu_ms[number],
+            "before_commit_cpu_ms": self.work_cpu_ms[number],
+            "collector_cpu_ms": self.collector_cpu_ms[number],
+            "ms": self.wall_ms[number],
+        }
 
 
 async def _turnover(path: Path, puts: _Puts, blocks: int) -> dict[str, Any]:
@@ -231,6 +265,7 @@ async def _turnover(path: Path, puts: _Puts, blocks: int) -> dict[str, Any]:
         "transactions": len(timed.cpu_ms),
         "transaction_ms": _quantiles(timed.wall_ms),
         "transaction_cpu_ms": _quantiles(timed.cpu_ms),
+        "slowest_transaction": timed.slowest(),
         "index_bytes_written_per_put": written / stored - BLOCK_BYTES,
     }
 

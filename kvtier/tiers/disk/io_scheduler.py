@@ -2,7 +2,8 @@
 
 A device finishes the requests it has before later ones, so a read waits for all writes in flight. While reads are
 active, and for NEAR_S after the last, at most one write begins at a time, and writes go in smaller pieces: reads wait
-for that one, and writes slow down. Without reads they go in larger pieces: each costs two changes of thread.
+for that one, and writes slow down. Without reads they go in larger pieces, and in the largest where none came for
+QUIET_S: each costs two changes of thread, and a read that comes all the same waits for two of them.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ Work = Callable[[], None]
 
 NEAR_S = 0.005
 """For so long after a read another one is expected."""
-WRITE_BYTES, WRITE_BYTES_NEAR = 2 << 20, 1 << 20
-"""Per system call: without reads, and beside them."""
+QUIET_S = 1.0
+"""For so long after a read others may come now and then."""
+WRITE_BYTES_NEAR, WRITE_BYTES, WRITE_BYTES_QUIET = 1 << 20, 2 << 20, 4 << 20
+"""Per system call: beside reads, between them, and where none comes."""
 
 
 class IOBatch:
@@ -43,6 +46,10 @@ class IOBatch:
             except RuntimeError:  # the loop is closed
                 pass
 
+    def cancel(self) -> None:
+        """No further job starts."""
+        self._cancel(self)
+
     async def wait(self) -> None:
         """Until no job runs. After a cancellation no further job starts; it is raised when none runs any more."""
         self._loop = asyncio.get_running_loop()  # first: the last job sees it, or it is seen here that it has ended
@@ -51,7 +58,7 @@ class IOBatch:
             try:
                 await self._ended.wait()
             except asyncio.CancelledError as error:
-                self._cancel(self)
+                self.cancel()
                 cancelled = error
         if cancelled is not None:
             raise cancelled
@@ -73,7 +80,7 @@ class IOScheduler:
         self._running = 0
         self._reading = 0
         self._writing = 0
-        self._near_until = 0.0
+        self._near_until = -QUIET_S  # NEAR_S after the last read
         self._idle = 0
         self._idle_step: Callable[[], bool] | None = None
         self._threads: list[threading.Thread] = []
@@ -153,7 +160,9 @@ class IOScheduler:
 
     def write_bytes(self) -> int:
         """How many bytes a system call should write that begins now. From any thread, without the lock."""
-        return WRITE_BYTES_NEAR if self._near() else WRITE_BYTES
+        if self._near():
+            return WRITE_BYTES_NEAR
+        return WRITE_BYTES if time.monotonic() < self._near_until + QUIET_S else WRITE_BYTES_QUIET
 
     def _near(self) -> bool:
         return self._reading > 0 or time.monotonic() < self._near_until

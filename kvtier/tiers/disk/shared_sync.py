@@ -9,8 +9,10 @@ sync nothing is known here: what it lost of our blocks is a miss, by their diges
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Protocol
 
 from kvtier.errors import TierError
@@ -58,6 +60,22 @@ class SharedSyncs:
             while found := self._next(segment):
                 _end(found, error)
         return future
+
+    def request_all(self, segments: Collection[int], ended: Future[dict[int, Outcome]]) -> None:
+        """`request` of each; their outcomes, by segment, are the result of `ended`. Never blocks."""
+        outcomes: dict[int, Outcome] = {}
+
+        def add(segment: int, request: Future[Outcome]) -> None:
+            with self._lock:
+                outcomes[segment] = request.result()
+                last = len(outcomes) == len(segments)
+            if last:
+                ended.set_result(outcomes)
+
+        for segment in segments:
+            self.request(segment).add_done_callback(partial(add, segment))
+        if not segments:
+            ended.set_result(outcomes)
 
     def _next(self, segment: int) -> list[Future[Outcome]]:
         """Those whom the sync that begins now is for. Where there are none the job has ended."""

@@ -11,6 +11,7 @@ wherever those pieces are aligned; through an aligned buffer of the thread's own
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import mmap
@@ -319,10 +320,15 @@ def neighbours(
 
 
 def _aligned(piece: memoryview) -> bool:
-    import numpy as np
+    return len(piece) % SLOT_ALIGN == 0 and _address(piece) % SLOT_ALIGN == 0
 
-    address = np.frombuffer(piece, np.uint8).__array_interface__["data"][0]
-    return address % SLOT_ALIGN == 0 and len(piece) % SLOT_ALIGN == 0
+
+def _address(piece: memoryview) -> int:
+    if piece and not piece.readonly:
+        return ctypes.addressof(ctypes.c_char.from_buffer(piece))
+    import numpy as np  # five times as slow, for each block
+
+    return int(np.frombuffer(piece, np.uint8).__array_interface__["data"][0])
 
 
 def _whole(

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
@@ -27,6 +28,7 @@ from kvtier.tiers.disk.group_commit import BLOCKS_PER_JOB_MAX
 from kvtier.tiers.disk.io_scheduler import Work
 from kvtier.tiers.disk.read import miss_of
 from kvtier.tiers.disk.records import SCOPED_BYTES, SLOT_ALIGN, NewBlock, SlotReservation, slot_class
+from kvtier.tiers.disk.shared_sync import Outcome
 from kvtier.tiers.disk.slab import neighbours
 from kvtier.tiers.disk.slot_health import TRIES, is_place_fault
 from kvtier.tiers.disk.store import Store
@@ -76,6 +78,8 @@ class WriteBatch:
         self._began = sys.maxsize  # tick of the first transaction
         self._bad: list[int] = []  # places in the batch whose slots failed alone
         self._lock = threading.Lock()
+        self._jobs_left = 0  # jobs that have not ended
+        self._synced = Future[dict[int, Outcome]]()  # ends when they and the syncs have
 
     async def run(self, deadline: Mono) -> list[Stored]:
         """Per block, its result. When it returns or raises no thread reads a piece and no slot stays reserved.
@@ -92,11 +96,11 @@ class WriteBatch:
                 await self._reserve(deadline)
                 places, failures = list(self._reserved), self._store.syncs.failures
                 for _ in range(SLOTS_PER_BLOCK_MAX):
-                    await self._store.io.write(self.jobs(places, deadline)).wait()
+                    await self._write_and_sync(places, deadline)
                     places = await self._replace_bad(deadline)
                     if not places:
                         break
-                await self._sync(failures, deadline)
+                self._judge(failures)
                 await self._publish(deadline)
             finally:
                 self._store.give_back(list(self._reserved.values()))
@@ -262,12 +266,45 @@ class WriteBatch:
     def _place_of(self, place: int) -> tuple[int, int]:
         return self._reserved[place].segment, self._reserved[place].slot
 
+    async def _write_and_sync(self, places: Sequence[int], deadline: Mono) -> None:
+        """Write to these slots, and sync what is written so far. The thread that ends the last write asks for the
+        syncs, so that the event loop wakes once. Returns when no thread reads a piece and the syncs have ended, or are
+        late. Those that are late, or are under way at a cancellation, are left to themselves: they touch no piece, and
+        a slot that is given back may be synced."""
+        jobs = self.jobs(places, deadline)
+        if not jobs:
+            return
+        self._jobs_left, self._synced = len(jobs), Future()
+        self._synced.set_running_or_notify_cancel()
+        batch = self._store.io.write(jobs)
+        try:
+            async with asyncio.timeout(self._left_s(deadline)):
+                await asyncio.wrap_future(self._synced)
+        except TimeoutError:
+            pass
+        except asyncio.CancelledError:
+            batch.cancel()
+            raise
+        finally:
+            await batch.wait()
+
     def _write(self, run: Sequence[int], deadline: Mono) -> None:
         try:
             self._write_run(run, deadline)
         except Exception:
             self._fail(run, Stored.FAILED)
             raise
+        finally:
+            with self._lock:
+                self._jobs_left -= 1
+                last = not self._jobs_left
+            if last:
+                self._sync()
+
+    def _sync(self) -> None:
+        """Make durable what was written, on the thread that wrote the last of it."""
+        segments = {slot.segment for place, slot in self._reserved.items() if place not in self._results}
+        self._store.syncs.request_all(segments, self._synced)
 
     def _write_run(self, run: Sequence[int], deadline: Mono) -> None:
         if self._clock.monotonic() > deadline:
@@ -316,25 +353,21 @@ class WriteBatch:
                 with self._lock:
                     self._bad.append(place)
 
-    async def _sync(self, failures: int, deadline: Mono) -> None:
-        """Make durable what was written. `failures`: of syncs, when the write began. Late or cancelled, it leaves the
-        syncs to themselves: they touch no piece, and a slot that is given back may be synced."""
-        syncs, written = self._store.syncs, defaultdict[int, list[int]](list)
+    def _judge(self, failures: int) -> None:
+        """Fail what is not durable. `failures`: of syncs, when the write began."""
+        written = defaultdict[int, list[int]](list)
         for place, slot in self._reserved.items():
             if place not in self._results:
                 written[slot.segment].append(place)
-        requests = [syncs.request(segment) for segment in written]
-        try:
-            async with asyncio.timeout(self._left_s(deadline)):
-                outcomes = [await asyncio.wrap_future(request) for request in requests]
-        except TimeoutError:
-            raise TierTimeout("g3", "write", "the device made nothing durable within the deadline") from None
-        for (segment, places), outcome in zip(written.items(), outcomes, strict=True):
+        if written and not self._synced.done():
+            raise TierTimeout("g3", "write", "the device made nothing durable within the deadline")
+        for segment, places in written.items():
+            outcome = self._synced.result()[segment]
             if isinstance(outcome, TierError):  # the store is out of use: nothing can be published
                 raise outcome
             if isinstance(outcome, OSError):
                 self._fail(places, self._result_of(outcome, segment))
-            elif outcome is not None or syncs.failures != failures:
+            elif outcome is not None or self._store.syncs.failures != failures:
                 self._fail(places, Stored.FAILED)
 
     def _fail(self, places: Sequence[int], result: Stored) -> None:

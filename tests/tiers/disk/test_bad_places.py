@@ -30,6 +30,7 @@ from kvtier.tiers.disk.slot_health import TRIES, DeviceFault, SlotHealth
 from kvtier.tiers.disk.store import Store
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.disk.trials import Dropped, Trial, drop_unreadable, end_trial
+from kvtier.tiers.disk.write import SLOTS_PER_BLOCK_MAX
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.tiers.guard import Guarded
 from kvtier.tiers.protocol import Miss, Stored, Target
@@ -83,6 +84,17 @@ async def test_an_unwritable_page_costs_its_slot_and_nothing_else(tmp_path: Path
         await tier.evict(None)
         assert set(await put(tier, chain_of(NAMESPACE, 199, seed=2))) == {Stored.STORED}
         assert max(medium.tries.values()) <= 3
+
+
+async def test_a_block_that_fails_in_every_slot_leaves_the_others_of_its_put_alone(tmp_path: Path) -> None:
+    medium, chain = BadMedium(), chain_of(NAMESPACE, 10)
+    async with opened(tmp_path / "g3", 2000, calls=medium) as tier:
+        await put(tier, chain_of(NAMESPACE, 100, seed=1))
+        await tier.evict(None)
+        medium.unwritable = {(FILE, page) for page in range(9, 9 + SLOTS_PER_BLOCK_MAX)}
+        assert await put(tier, chain) == [Stored.STORED] * 9 + [Stored.FAILED]
+        assert await get(tier, chain) == [True] * 9 + [Miss.ABSENT]
+        assert tier.counters()["set_aside_slots"] == SLOTS_PER_BLOCK_MAX
 
 
 async def test_the_last_slot_that_fails_makes_room_elsewhere(tmp_path: Path) -> None:

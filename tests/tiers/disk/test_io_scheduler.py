@@ -8,11 +8,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvtier.tiers.disk import io_scheduler
-from kvtier.tiers.disk.io_scheduler import WRITE_BYTES, WRITE_BYTES_NEAR, IOScheduler
+from kvtier.tiers.disk.io_scheduler import (
+    NEAR_S,
+    QUIET_S,
+    WRITE_BYTES,
+    WRITE_BYTES_NEAR,
+    WRITE_BYTES_QUIET,
+    IOScheduler,
+)
 from kvtier.tiers.disk.slab import Slab, SystemCalls
 from tests.support.waiting import until
 
@@ -172,11 +180,12 @@ async def test_work_that_comes_before_a_woken_thread_wakes_has_another_one(sched
     await stuck.wait()
 
 
-async def test_writes_go_in_smaller_pieces_beside_reads(
+async def test_writes_go_in_smaller_pieces_beside_reads_and_in_larger_ones_where_none_came_for_long(
     scheduler: IOScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(io_scheduler, "NEAR_S", 1.0)
-    assert scheduler.write_bytes() == WRITE_BYTES
+    now = 0.0
+    monkeypatch.setattr(io_scheduler, "time", SimpleNamespace(monotonic=lambda: now))
+    assert scheduler.write_bytes() == WRITE_BYTES_QUIET
     jobs = Jobs()
     reads = scheduler.read([jobs.make("read")])
     await jobs.until(1)
@@ -184,8 +193,10 @@ async def test_writes_go_in_smaller_pieces_beside_reads(
     jobs.finish()
     await reads.wait()
     assert scheduler.write_bytes() == WRITE_BYTES_NEAR, "another one is expected"
-    await asyncio.sleep(1.05)
+    now += 1.01 * NEAR_S
     assert scheduler.write_bytes() == WRITE_BYTES
+    now += QUIET_S
+    assert scheduler.write_bytes() == WRITE_BYTES_QUIET
 
 
 def test_a_write_under_way_heeds_a_read_that_comes(tmp_path: Path) -> None:

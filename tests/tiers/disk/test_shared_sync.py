@@ -7,18 +7,21 @@ import errno
 import os
 import threading
 import types
-from collections.abc import Coroutine, Generator, Iterator
+from collections.abc import Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
+
 from kvtier.clock import SystemClock
 from kvtier.errors import TierError
 from kvtier.identity.keys import BlockKey
 from kvtier.retention.terms import BUILTIN
 from kvtier.testing import chain_of, sample_namespace, seal
+from kvtier.tiers.disk import write
 from kvtier.tiers.disk.io_scheduler import IOScheduler
 from kvtier.tiers.disk.shared_sync import SharedSyncs
 from kvtier.tiers.disk.slab import SystemCalls
@@ -127,6 +130,45 @@ async def begin(tier: DiskTier, calls: HeldCalls, chains: list[list[BlockKey]]) 
     puts += [asyncio.ensure_future(put(tier, chain)) for chain in chains[1:]]
     await until(lambda: len(tier._store.syncs._waiting.get(0, ())) == len(chains) - 1)
     return puts
+
+
+class HeldWrite(HeldCalls):
+    """The first write waits until `ready`; syncs wait for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = self.written = 0
+        self._lock = threading.Lock()
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        with self._lock:
+            self.begun += 1
+            first = self.begun == 1
+        assert not first or self.ready.wait(WAIT_S)
+        moved = super().pwritev(fd, buffers, offset)
+        with self._lock:
+            self.written += 1
+        return moved
+
+    def fdatasync(self, fd: int) -> None:
+        self.syncs += 1
+        os.fdatasync(fd)
+
+
+async def test_the_sync_of_a_put_begins_when_its_last_write_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write, "RUN_BYTES", BLOCK)  # a job for each block
+    calls, chain = HeldWrite(), chain_of(NAMESPACE, 4)
+    async with opened(tmp_path / "g3", 64, clock=SystemClock(), calls=calls) as tier:
+        putting = asyncio.ensure_future(put(tier, chain))
+        await until(lambda: calls.written == 3)
+        await asyncio.sleep(0.02)
+        assert calls.begun == 4 and calls.syncs == 0
+        calls.ready.set()
+        assert await putting == [Stored.STORED] * 4
+        assert calls.syncs == 1
+        assert await get(tier, chain) == [True] * 4
 
 
 async def test_single_puts_at_once_share_their_syncs(tmp_path: Path) -> None:
@@ -239,6 +281,6 @@ async def test_a_write_may_be_cancelled_wherever_it_waits(tmp_path: Path) -> Non
             assert await get(tier, one) in ([True] * 3, [Miss.ABSENT] * 3)
             assert set(await put(tier, one, parents=True)) <= {Stored.STORED, Stored.PRESENT}
             assert await get(tier, one) == [True] * 3
-        assert number >= 5, "it waits for its slots, its writes, its sync and its publication"
+        assert number >= 4, "it waits for its slots, its writes with their sync, and its publication"
         await tier.flush(tier._clock.monotonic() + 60)
         assert not tier._store.index.has_reservations()

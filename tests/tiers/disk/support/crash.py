@@ -111,6 +111,7 @@ def publish_too_early() -> None:
 
     def jobs_later(self: write.WriteBatch, places: Sequence[int], deadline: Mono) -> list[Any]:
         held.setdefault(self, list(places))
+        self._synced.set_result(dict.fromkeys(slot.segment for slot in self._reserved.values()))
         return []
 
     async def publish_first(self: write.WriteBatch, deadline: Mono) -> None:
