@@ -37,3 +37,15 @@ async def test_a_turnover_replaces_every_block(tmp_path: Path, monkeypatch: pyte
         assert transact.__func__ is type(tier._store.index).transact, "it is timed no longer"  # type: ignore[attr-defined]
     finally:
         await tier.close(clock.monotonic() + 60)
+
+
+async def test_a_store_that_shrinks_keeps_half_and_takes_puts_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(large_store, "BATCH_BLOCKS", 32)
+    monkeypatch.setattr(large_store, "IN_FLIGHT", 2)
+    monkeypatch.setattr(large_store, "ALONE_S", 0.02)
+    large_store.fill(tmp_path, BLOCKS)
+    found = await large_store._shrink(tmp_path / "large", BLOCKS // 2, SystemClock())
+    assert found["puts"] and BLOCKS // 2 <= found["blocks"] <= large_store._capacity(BLOCKS // 2) // 4096
+    assert found["slab_bytes_over_capacity"] <= 1 and found["transactions"]

@@ -125,6 +125,8 @@ def test_a_restart_is_shown(
         "index_bytes_written_per_put_of_32": 900.0,
         "turnover": {"blocks": 1000, "puts_per_s": 5000.0, "transaction_cpu_ms": {"p50": 1.0, "p99": 2.0, "max": 3.0},
                      "index_bytes_written_per_put": 1000.0, "index_bytes_per_block": 310.0},
+        "shrink": {"blocks": 500, "seconds": 4.0, "puts_per_s": 2000.0, "puts_per_s_afterwards": 6000.0,
+                   "transaction_cpu_ms": {"p50": 1.0, "p99": 2.0, "max": 3.0}},
     }  # fmt: skip
     asked = list[int]()
     one = {"gb_per_s": {"median": 1.0, "min": 1.0, "max": 1.0}, "cpu_s_per_gb": {"median": 0.1}}
@@ -138,6 +140,7 @@ def test_a_restart_is_shown(
     assert not done.value.code and asked == [RESTART_BLOCKS], told
     assert "restart with 1,000,000 blocks: open in 0.250 s, first block 2.0 ms later" in told
     assert "1,000 blocks replaced at 5000 per second" in told
+    assert "with half the capacity: 500 blocks after 4.0 s" in told
 
 
 def test_a_configured_bucket_is_measured_below_a_prefix_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

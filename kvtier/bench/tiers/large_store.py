@@ -47,6 +47,7 @@ TARGETS = {
     "open_s": 0.05, "beside_verify_over_alone": 0.8, "index_bytes_per_block": 650,
     "index_bytes_written_per_lone_put": 70e3, "index_bytes_written_per_put_of_32": 25e3,
     "turnover": {"index_bytes_per_block": 650, "transaction_cpu_ms_p99": 20},
+    "shrink": {"transaction_cpu_ms_p99": 20},
 }  # fmt: skip
 _ENTRIES_PER_COMMIT = 20_000
 _IO = Path("/proc/self/io")
@@ -70,7 +71,8 @@ def measure_filled(folder: Path, blocks: int) -> dict[str, Any]:
     PUTS_AT_ONCE; puts per second alone, and while another process verifies the store: its index first, then its blocks
     at VERIFY_BYTES_PER_S; at last, while all blocks are replaced, puts per second, milliseconds of the clock and of the
     processor per transaction, bytes written to the index per put, and the index's bytes per block when it is over.
-    Blocks for minutes."""
+    Then the store is opened with half the capacity, and puts go on until it is as small: seconds, puts and their rate,
+    transactions, blocks, and the files' bytes. Blocks for minutes."""
     return asyncio.run(_measure(folder / "large", blocks))
 
 
@@ -100,6 +102,7 @@ async def _measure(path: Path, blocks: int) -> dict[str, Any]:
     turnover = await _turnover(path, puts, held)
     await tier.close(clock.monotonic() + DEADLINE_S)
     turnover["index_bytes_per_block"] = _index_bytes(path) / held
+    shrink = await _shrink(path, blocks // 2, clock)
     return {
         "blocks": held,
         "open_s": opened - began,
@@ -116,6 +119,7 @@ async def _measure(path: Path, blocks: int) -> dict[str, Any]:
         "beside_verify_over_alone": 2 * beside_blocks / (before + after),
         "blocks_verified": verified,
         "turnover": turnover,
+        "shrink": shrink,
         "targets": TARGETS,
     }
 
@@ -156,9 +160,10 @@ def _enter(txn: WriteTxn, names: Sequence[bytes], digest: bytes, life: Lifetime)
 class _Puts:
     """New blocks into a full store, IN_FLIGHT batches at a time."""
 
-    def __init__(self, tier: DiskTier, clock: SystemClock) -> None:
+    def __init__(self, tier: DiskTier, clock: SystemClock, kind: bytes = b"put") -> None:
         self._tier = tier
         self._clock = clock
+        self._kind = kind
         self._next = 0
         self._zeros = memoryview(mmap.mmap(-1, BLOCK_BYTES))
         self._digest = digest_of([self._zeros])
@@ -172,7 +177,7 @@ class _Puts:
 
     async def round(self) -> int:
         """A batch for each of those in flight. Returns how many blocks that were."""
-        return sum(await asyncio.gather(*(self._batch() for _ in range(IN_FLIGHT))))
+        return sum(await asyncio.gather(*(self._batch(BATCH_BLOCKS) for _ in range(IN_FLIGHT))))
 
     async def index_bytes(self, rounds: int, at_once: int) -> float:
         """Bytes written to the index per put of one block, `at_once` of them in each round."""
@@ -181,9 +186,9 @@ class _Puts:
             await asyncio.gather(*(self._batch(1) for _ in range(at_once)))
         return (_bytes_written() - before) / (rounds * at_once) - BLOCK_BYTES
 
-    async def _batch(self, count: int = BATCH_BLOCKS) -> int:
+    async def _batch(self, count: int) -> int:
         life = Lifetime.of(BUILTIN["24h"], self._clock.wall())
-        keys = _keys(b"put", self._next, count)
+        keys = _keys(self._kind, self._next, count)
         self._next += count
         sealed = [Sealed(key, 0, self._digest, (self._zeros,), life) for key in keys]
         results = await self._tier.write(sealed, self._clock.monotonic() + DEADLINE_S)
@@ -267,6 +272,41 @@ async def _turnover(path: Path, puts: _Puts, blocks: int) -> dict[str, Any]:
         "transaction_cpu_ms": _quantiles(timed.cpu_ms),
         "slowest_transaction": timed.slowest(),
         "index_bytes_written_per_put": written / stored - BLOCK_BYTES,
+    }
+
+
+async def _shrink(path: Path, blocks: int, clock: SystemClock) -> dict[str, Any]:
+    """Open the store with room for so many blocks, and put new ones until it has no more."""
+    capacity = _capacity(blocks)
+    tier = DiskTier([path], capacity, _NAMESPACE, clock=clock)
+    began = time.perf_counter()
+    await tier.open()
+    opened = time.perf_counter()
+    puts, stored, store = _Puts(tier, clock, kind=b"beside shrinking"), 0, Store.visit([path])
+    try:
+        with _TimedTransactions(path) as timed:
+            while store.shrink.active:
+                stored += await puts.round()
+        seconds = time.perf_counter() - opened
+        after = await puts.rate(ALONE_S / 2)
+    finally:
+        store.release(DEADLINE_S)
+    held = tier.usage().blocks
+    await tier.close(clock.monotonic() + DEADLINE_S)
+    files = sum(file.stat().st_blocks * 512 for file in (path / "slab").iterdir())
+    assert files <= capacity and held * BLOCK_BYTES <= capacity, (files, held, capacity)
+    return {
+        "open_s": opened - began,
+        "seconds": seconds,
+        "blocks": held,
+        "slab_bytes_over_capacity": files / capacity,
+        "puts": stored,
+        "puts_per_s": stored / seconds,
+        "puts_per_s_afterwards": after,
+        "transactions": len(timed.cpu_ms),
+        "transaction_ms": _quantiles(timed.wall_ms),
+        "transaction_cpu_ms": _quantiles(timed.cpu_ms),
+        "slowest_transaction": timed.slowest(),
     }
 
 

@@ -191,6 +191,13 @@ def _show_disk(results: dict[str, Any]) -> None:
             f"{turnover['index_bytes_written_per_put'] / 1000:.1f} KB written to the index per put, which has "
             f"{turnover['index_bytes_per_block']:.0f} bytes per block then"
         )
+        shrink = restart["shrink"]
+        cpu_ms = shrink["transaction_cpu_ms"]
+        console().print(
+            f"with half the capacity: {shrink['blocks']:,} blocks after {shrink['seconds']:.1f} s, with "
+            f"{shrink['puts_per_s']:.0f} puts per second meanwhile ({shrink['puts_per_s_afterwards']:.0f} afterwards); "
+            f"transactions of {cpu_ms['p50']:.1f} ms of CPU time (p99 {cpu_ms['p99']:.1f}, longest {cpu_ms['max']:.1f})"
+        )
 
 
 def _reads(place: ServerPlace, rounds: int) -> dict[str, Any]:
