@@ -21,6 +21,8 @@ VLLM_OLDEST := 0.27.0
 VLLM := .venv-vllm
 # `./kvtier` alone lacks the packages of connectors/ and kernels/; the installed name has them all.
 export PYTHONSAFEPATH := 1
+# Many containers set it, and then every process that imports an engine compiles it anew: half of the time of an import.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: docs dist help setup sglang demo test test-tiers test-core test-tools test-disk test-objects test-engines test-vllm test-sglang test-vllm-oldest vllm-releases test-long mutants models coverage coverage-package hammer check types pictures reference bench gpu-check gpu-compare gpu-wheels ptx clean
 
