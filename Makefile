@@ -102,7 +102,7 @@ demo: $(DEMO)
 PARTS ?= 3
 test: setup
 	@$(MAKE) --no-print-directory --jobs=$(PARTS) --keep-going --output-sync=target \
-		test-vllm test-disk test-sim test-sglang test-core test-tools test-objects
+		test-disk test-vllm test-core test-tools test-sim test-sglang test-objects
 
 test-engines: test-vllm test-sglang
 
