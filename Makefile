@@ -21,8 +21,10 @@ VLLM_OLDEST := 0.27.0
 VLLM := .venv-vllm
 # `./kvtier` alone lacks the packages of connectors/ and kernels/; the installed name has them all.
 export PYTHONSAFEPATH := 1
+# Many containers set it, and then each process that imports an engine compiles it anew: more than half of that import.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: docs dist help setup sglang demo test test-tiers test-core test-tools test-disk test-objects test-engines test-vllm test-sglang test-vllm-oldest vllm-releases test-long mutants models coverage coverage-package hammer check types pictures reference bench gpu-check gpu-compare gpu-wheels ptx clean
+.PHONY: docs dist help setup sglang demo test test-tiers test-core test-tools test-sim test-disk test-objects test-engines test-vllm test-sglang test-vllm-oldest vllm-releases test-long mutants models coverage coverage-package hammer check types pictures reference bench gpu-check gpu-compare gpu-wheels ptx clean
 
 help:
 	@echo "make setup      .venv with the requirements of all other targets"
@@ -31,7 +33,7 @@ help:
 	@echo "make test       the quick tests"
 	@echo "make test-long  the long ones, hours of them; RESUME=1 goes on where the last run was broken off"
 	@echo "make test-engines (test-vllm, test-sglang) and make test-tiers (test-disk, test-objects, test-core,"
-	@echo "                test-tools) are its parts, PARTS of them at once (3)"
+	@echo "                test-tools, test-sim) are its parts, PARTS of them at once (3)"
 	@echo "make test-vllm-oldest  vLLM's scenarios on the oldest release that runs here (110 MB more); part of test-long"
 	@echo "make vllm-releases  the check at start against the releases of vLLM that kvtier serves (downloads their wheels)"
 	@echo "make mutants    plants two hundred bugs one by one, and says which of them no quick test finds"
@@ -100,11 +102,11 @@ demo: $(DEMO)
 PARTS ?= 3
 test: setup
 	@$(MAKE) --no-print-directory --jobs=$(PARTS) --keep-going --output-sync=target \
-		test-vllm test-tools test-disk test-sglang test-core test-objects
+		test-disk test-vllm test-core test-tools test-sim test-sglang test-objects
 
 test-engines: test-vllm test-sglang
 
-test-tiers: test-disk test-core test-tools test-objects
+test-tiers: test-disk test-sim test-core test-tools test-objects
 
 test-disk: $(READY)
 	$(BIN)/python -m pytest tests/tiers/disk $(PYTEST) || test $$? -eq 5
@@ -112,15 +114,19 @@ test-disk: $(READY)
 test-objects: $(READY)
 	$(BIN)/python -m pytest tests/tiers/objects $(PYTEST) || test $$? -eq 5
 
-# Around the cache: commands, benchmarks, the demo, the simulator, documents, the package, tests of tests.
-TOOLS := bench cli compatibility demo docs fuzz models monitoring mutants packaging sim
+# Histories of simulated fleets, whose engines are vLLM's connector and whose disks are the real G3.
+test-sim: $(READY)
+	$(BIN)/python -m pytest tests/sim $(PYTEST) || test $$? -eq 5
+
+# Around the cache: commands, benchmarks, the demo, documents, the package, tests of tests.
+TOOLS := bench cli compatibility demo docs fuzz models monitoring mutants packaging
 test-tools: $(READY)
 	$(BIN)/python -m pytest $(addprefix tests/,$(TOOLS)) $(PYTEST) || test $$? -eq 5
 
 # All that the other parts leave.
 test-core: $(READY)
 	$(BIN)/python -m pytest \
-		$(addprefix --ignore=tests/,connectors/sglang connectors/vllm tiers/disk tiers/objects $(TOOLS)) \
+		$(addprefix --ignore=tests/,connectors/sglang connectors/vllm sim tiers/disk tiers/objects $(TOOLS)) \
 		$(PYTEST) || test $$? -eq 5
 
 test-vllm: $(READY)

@@ -101,7 +101,8 @@ def populate(arena: memoryview, cpus: Iterable[int] = (), threads: int = 8, prog
 
     done = 0
     with ThreadPoolExecutor(max_workers=threads, initializer=move_near, thread_name_prefix="kvtier-populate") as pool:
-        for start, code in zip(steps, pool.map(fault, steps), strict=True):
+        codes = pool.map(fault, steps) if near or len(steps) > 1 else map(fault, steps)
+        for start, code in zip(steps, codes, strict=True):
             if code == errno.EINVAL:
                 raise OSError(code, "this kernel cannot populate memory ahead of use (Linux 5.14 can)")
             if code:

@@ -267,7 +267,7 @@ class Purger:
                 _add(latest, part)
                 await asyncio.sleep(0)
         first, self._synced = self._is_first(), True
-        for tier in {*self._lower.values(), *tiers}:
+        for tier in dict.fromkeys((*self._lower.values(), *tiers)):  # a set has another order in each process
             for scopes in slices(list(tier.owed), _APPLIED):
                 self._follow_log(scopes)
                 _add(latest, ((scope, tier.owed[scope]) for scope in scopes if scope in tier.owed))
@@ -293,7 +293,7 @@ class Purger:
     async def _owe(self, latest: Mapping[Scope, Wall], known: Mapping[Metered, Mapping[Scope, Wall]]) -> None:
         """Every tier owes these purges from now on but for those that it is `known` to have."""
         for part in slices(list(latest.items()), _APPLIED):
-            for tier in {*self._lower.values(), *known}:
+            for tier in dict.fromkeys((*self._lower.values(), *known)):
                 lacking = [purge for purge in part if _lacks(known.get(tier, {}), *purge)]
                 _add(tier.owed, lacking)
                 if (log := tier.purge_log()) is not None:

@@ -42,7 +42,8 @@ class Shadow:
         self.capacity = capacity
         self.beta, self.theta = rule
         self.used_blocks = 0
-        self._levels = [Pages[Standing]("number") for _ in range(LEVELS)]  # those that are held, the coldest first
+        # Those that are held, the coldest first.
+        self._levels: list[Pages[Standing]] = [Pages("number") for _ in range(LEVELS)]
         self._held: list[dict[Standing, int]] = [{} for _ in range(KEY_PARTS)]  # depth up to which, by number
         self._top_level = 0
 

@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -49,6 +50,14 @@ def test_populating_faults_every_page_in(monkeypatch: pytest.MonkeyPatch) -> Non
     assert done == view.nbytes == resident_pages(fd) * mmap.PAGESIZE
     assert seen[-1] == ("populate", view.nbytes, view.nbytes)
     assert [step[1] for step in seen] == sorted(step[1] for step in seen)
+    os.close(fd)
+
+
+def test_a_small_memory_is_populated_without_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is started for each replica, test and simulated process: it takes longer than the memory."""
+    monkeypatch.setattr(Thread, "start", lambda thread: pytest.fail("a thread was started"))
+    fd = memfd(MIB)
+    assert populate(attach(fd)) == MIB
     os.close(fd)
 
 

@@ -15,10 +15,17 @@ def test_every_file_is_in_one_part(root: Path) -> None:
     )  # fmt: skip
     lines = shown.stdout.replace("\\\n", " ").splitlines()
     parts = [shlex.split(line.partition(" -m pytest")[2].partition("||")[0]) for line in lines if " -m pytest" in line]
-    assert len(parts) == 6
+    assert len(parts) == 7
     for file in sorted((root / "tests").rglob("test_*.py")):
         name = str(file.relative_to(root))
         assert sum(runs(words, name) for words in parts) == 1, name
+
+
+def test_modules_are_compiled_once_whatever_the_environment_says(root: Path) -> None:
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "MAKEFLAGS": "", "MAKELEVEL": "0"}
+    words = ["make", "-C", root, "--no-print-directory", "--eval=show:; @env", "show"]
+    shown = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True, env=environment).stdout
+    assert "PYTHONSAFEPATH=1" in shown and "PYTHONDONTWRITEBYTECODE" not in shown
 
 
 def runs(words: list[str], name: str) -> bool:

@@ -34,7 +34,9 @@ from kvtier.tiers.host.refusals import Refusals
 from kvtier.tiers.host.tier import HostTier
 
 HISTORIES = Path(__file__).parent / "histories"
-DIGESTS = "from kvtier.sim import make_history, play; print([play(make_history(seed)).digest for seed in range(4)])"
+SEEDS = (0, 1, 11, 16, 23, 42)
+"""In the last four purges are owed by several tiers at once, in the order that these are gone through."""
+DIGESTS = f"from kvtier.sim import make_history, play; print([play(make_history(seed)).digest for seed in {SEEDS}])"
 
 
 def failures(mode: str, seeds: range) -> list[str]:
@@ -76,9 +78,9 @@ def test_a_seed_is_one_history_whatever_the_process() -> None:
     other = subprocess.run(
         [sys.executable, "-c", DIGESTS], capture_output=True, text=True, timeout=60, env=environment, check=True
     )
-    mine = [play(make_history(seed)).digest for seed in range(4)]
-    assert len(set(mine)) == 4
-    assert mine == [play(make_history(seed)).digest for seed in range(4)]
+    mine = [play(make_history(seed)).digest for seed in SEEDS]
+    assert len(set(mine)) == len(SEEDS)
+    assert mine == [play(make_history(seed)).digest for seed in SEEDS]
     assert other.stdout.strip() == str(mine)
 
 

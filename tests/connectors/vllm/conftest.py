@@ -119,6 +119,16 @@ def template() -> Iterator[Template]:
     template.close()
 
 
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """One test's is not the next one's: vLLM sets variables as it reads a configuration in this process. Engines that
+    begin later would have them too, and none could be forked from the template any more."""
+    before = set(os.environ)
+    yield
+    for name in set(os.environ) - before:
+        del os.environ[name]
+
+
 @pytest.fixture(scope="module")
 def start(make_checkpoint: Callable[[int], Path], template: Template) -> Iterator[Callable[..., Engine]]:
     """Starts engines; whatever still runs is ended with the module."""
