@@ -24,7 +24,9 @@ from kvtier.times import Mono
 GRACE_S = 1.0
 """How much later than its deadline a call may return: the work of its threads, and cleaning up."""
 CALL_S = 60.0
-"""Bound of a call without a deadline of the caller's: a purge, whose tiers have so long, and a pin."""
+"""Bound of a call without a deadline of the caller's, such as a pin's: a tier has so long."""
+PURGE_S = 65.0
+"""That of a purge: where the log refuses it, the tiers that took it are told so, for 5 s."""
 EVICT_S = 310.0
 """That of a whole tier, and what was retained there."""
 _RANGES = [(0, 20, "urgent"), (16, 70, "shallow")]
@@ -65,7 +67,7 @@ class Client:
         deadlines = self._cache.config.deadlines
         known = {
             "put": deadlines.put, "get": deadlines.get, "prewarm": deadlines.get, "request": deadlines.get,
-            "match": deadlines.lookup, "flush": deadlines.flush, "evict": EVICT_S,
+            "match": deadlines.lookup, "flush": deadlines.flush, "evict": EVICT_S, "purge": PURGE_S,
         }  # fmt: skip
         given = args.get("timeout")
         # Forward passes: under the lease, over the slots, and after these were given up.
