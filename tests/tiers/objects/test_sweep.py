@@ -57,6 +57,28 @@ async def test_a_page_looks_at_few_objects_though_there_is_a_pin() -> None:
     await other.walk()
 
 
+@pytest.mark.parametrize("stride", [16, 3])
+async def test_a_pinned_object_of_another_stride_is_renewed_and_gets_into_no_index(stride: int) -> None:
+    """Replicas of two strides share a bucket while the setting changes. More blocks than a hint has room for were
+    written over the next hint."""
+    server = VirtualServer()
+    other, one = Replica(server, stride=stride), Replica(server, seed=1, stride=S)
+    for number in range(8):
+        await one.write(chain_of(NS, S, seed=100 + number), ttl=100 * DAY_S)
+    chain = chain_of(NS, stride, seed=1)
+    await other.write(chain, ttl=3600)
+    now = server.clock.wall()
+    await other.store.pins.put(Pin("p", tuple(chain), now, now + 10 * DAY_S))
+    server.clock.advance(DAY_S)
+    await one.walk()
+    assert one.store.renewer.renewed
+    one.store.index.check()
+    for number in range(8):
+        last = chain_of(NS, S, seed=100 + number)[-1]
+        entry, hint = one.store.index.get(last), one.store.named(one.store.names.unit(last))
+        assert entry is not None and hint is not None and hint.prints == entry.hint.prints
+
+
 async def test_a_page_that_is_cut_off_has_made_progress() -> None:
     server = VirtualServer()
     replica = Replica(server)
