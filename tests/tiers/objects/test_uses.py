@@ -137,3 +137,18 @@ async def test_a_bucket_that_refuses_records_is_not_asked_for_each(monkeypatch: 
     with pytest.raises(TierError):
         await replica.store.renewer.record_uses()
     assert replica.store.renewer.renewed == 99 and len(replica.store.index.unrecorded()) == 1
+
+
+async def test_a_unit_of_the_longest_terms_since_different_times_is_written_and_told_to_others() -> None:
+    """Its common life had more seconds than a hint has room for: five such writes put G4 out of use."""
+    server = VirtualServer()
+    one, two = Replica(server), Replica(server, seed=1)
+    now = one.clock.wall()
+    lives = [Stamp(Wall(now - 5000), None, None, Depth.G4), *[Stamp(now, None, 2.0**32 - 1, Depth.G4)] * (S - 1)]
+    blocks = seal(list(CHAIN), range(S), NS.block_bytes, now, Terms("t"))
+    blocks = [replace(block, life=Lifetime(now, (stamp,))) for block, stamp in zip(blocks, lives, strict=True)]
+    assert (await one.writer.write(blocks)).durable
+    await one.store.deltas.publish()
+    await two.store.deltas.poll()
+    hint = two.store.index.find_hint(CHAIN[0], CHAIN[-1], S - 1)
+    assert hint is not None and hint.life.servable(Depth.G4, Wall(now + 1e9))
