@@ -10,6 +10,7 @@ from kvtier.errors import TierError, TierFull
 from kvtier.retention.pins import Pin
 from kvtier.testing import chain_of
 from kvtier.tiers.objects import deltas, sweep
+from kvtier.tiers.objects.delete import Remover
 from tests.support.waiting import until
 from tests.tiers.objects.support.virtual_bucket import NS, Replica, SkewedClock, VirtualBucket, VirtualServer
 
@@ -175,6 +176,20 @@ async def test_a_replica_with_a_clock_ahead_sweeps_nothing_alive(days: int) -> N
         await ahead.write(first)
     entry = await right.store.probe(first, 0)
     assert entry is not None and right.store.miss_of(entry, server.clock.wall()) is None, "nor does it write over it"
+
+
+async def test_a_replica_with_a_clock_ahead_sweeps_nothing_alive_when_its_delta_was_deleted() -> None:
+    """Whoever empties the namespace deletes all deltas, by one of which the replica would have measured its clock."""
+    server = VirtualServer()
+    right, ahead = Replica(server), Replica(server, seed=1, ahead_s=2 * DAY_S)
+    await ahead.write(chain_of(NS, S, seed=99))
+    await ahead.store.deltas.publish()
+    await Remover(right.store).everything()
+    for number in range(20):
+        await right.write(chain_of(NS, S, seed=number), ttl=DAY_S)
+    server.clock.advance(sweep.YOUNG_S + 1)
+    await ahead.walk()
+    assert server.strides() == 20
 
 
 async def test_a_replica_with_a_clock_behind_sweeps_nothing_alive() -> None:
