@@ -48,14 +48,16 @@ class Stamp:
     def meet(self, other: Stamp) -> Stamp | None:
         """A stamp that is alive only while both are; None if there is none. Pure.
 
-        As old as the older of the two, so that a tombstone that covers either covers it.
+        As old as the older of the two, so that a tombstone that covers either covers it; and no longer than can be
+        stored.
         """
         created = min(self.created, other.created)
         ttl = min((s.ttl for s in (self, other) if s.ttl is not None), default=None)
         end = min((s.created + s.max_age for s in (self, other) if s.max_age is not None), default=None)
         if end is not None and end - created < 1:
             return None
-        return Stamp(created, ttl, None if end is None else end - created, min(self.ceiling, other.ceiling))
+        age = None if end is None else min(end - created, _MAX_AGE)
+        return Stamp(created, ttl, age, min(self.ceiling, other.ceiling))
 
     def covers(self, other: Stamp) -> bool:
         """Whether every use that `other` allows is allowed by this stamp too. Pure."""
@@ -182,7 +184,7 @@ class Lifetime:
         G3's index cannot read."""
         lasting = [s for s in self.stamps if min(_or_inf(s.ttl), _or_inf(s.max_age)) >= 1]
         out = [_HEAD.pack(self.last_use, len(lasting) | (_SHORT if short else 0))]
-        out += [_STAMP.pack(s.created, int(s.ttl or 0), int(min(s.max_age or 0, _U32_MAX)), s.ceiling) for s in lasting]
+        out += [_STAMP.pack(s.created, int(s.ttl or 0), int(s.max_age or 0), s.ceiling) for s in lasting]
         return b"".join(out) if short else b"".join(out).ljust(LIFETIME_BYTES, b"\0")
 
     @staticmethod
@@ -210,7 +212,8 @@ class Lifetime:
         return cls(last_use, tuple(stamps))
 
 
-_U32_MAX = 0xFFFF_FFFF  # where stamps meet, that of the older may last longer
+_MAX_AGE = 2.0**32 - 1
+"""Seconds, of what is stored; where stamps meet, that of the older might have to last longer."""
 _HEAD = struct.Struct("<dB")
 _STAMP = struct.Struct("<dIIB")
 LIFETIME_BYTES = _HEAD.size + STAMPS_MAX * _STAMP.size

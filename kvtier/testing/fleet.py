@@ -39,7 +39,8 @@ class Fleet:
                 self._next[index] += self.every_s
                 self._writes[index] += 1
             await replica.store.refresh()
-            await replica.background._publish_record_sweep()
+            await replica.background._publish_and_record()
+            await replica.background._tidy_and_sweep()
         for replica in self.replicas:
             await replica.background._learn_pins_and_deltas()
         self.deltas_max = max(self.deltas_max, len(self.server.under("delta")))

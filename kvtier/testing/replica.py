@@ -56,7 +56,8 @@ class Replica:
 
     async def turn(self) -> None:
         """What is due in the background, as the heartbeat has it done."""
-        await self.background._publish_record_sweep()
+        await self.background._publish_and_record()
+        await self.background._tidy_and_sweep()
         await self.background._learn_pins_and_deltas()
 
     async def walk(self) -> None:

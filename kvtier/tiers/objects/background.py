@@ -64,13 +64,19 @@ class Background:
         self._record_at = clock.monotonic() + RECORD_S
         self._tidy_at = clock.monotonic() + sweeper.about(TIDY_S)
         self.supervisor = Supervisor(clock)
-        self._write = _Chore(self._publish_record_sweep)
+        self._write = _Chore(self._publish_and_record)
+        self._sweep = _Chore(self._tidy_and_sweep)
         self._learn = _Chore(self._learn_pins_and_deltas)
 
     @property
     def writing(self) -> asyncio.Future[None] | None:
-        """The end of the last time that something was recorded, published or swept; None before the first."""
+        """The end of the last time that something was recorded or published; None before the first."""
         return self._write.done
+
+    @property
+    def sweeping(self) -> asyncio.Future[None] | None:
+        """The end of the last time that something was swept; None before the first."""
+        return self._sweep.done
 
     @property
     def polling(self) -> asyncio.Future[None] | None:
@@ -80,6 +86,7 @@ class Background:
     def start(self, service: Service) -> None:
         """Begin, on the running loop. `service` is out while a task keeps failing."""
         self.supervisor.start("g4 writing", self._write.run, service)
+        self.supervisor.start("g4 sweeping", self._sweep.run, service)
         self.supervisor.start("g4 learning", self._learn.run, service)
 
     @property
@@ -92,8 +99,10 @@ class Background:
 
     def start_due(self) -> None:
         """Have done what is due."""
-        if self._store.deltas.publishing_due or self._sweeper.due or self._recording_due or self._tidying_due:
+        if self._store.deltas.publishing_due or self._recording_due:
             self._write.ask()
+        if self._sweeper.due or self._tidying_due:
+            self._sweep.ask()
         if self._store.deltas.polling_due or not self._store.pins.settled:
             self._learn.ask()
 
@@ -108,12 +117,21 @@ class Background:
         if failed is not None:
             raise failed
 
-    async def _publish_record_sweep(self) -> None:
-        if self._store.deltas.publishing_due:
-            await self._store.deltas.publish()
+    async def _publish_and_record(self) -> None:
+        failed: TierError | None = None
+        try:
+            if self._store.deltas.publishing_due:
+                await self._store.deltas.publish()
+        except TierError as error:  # a full bucket takes no delta, but may take a record of a use
+            failed = error
         if self._recording_due:
             self._record_at = self._clock.monotonic() + RECORD_S
             await self._store.renewer.record_uses()
+        if failed is not None:
+            raise failed
+
+    async def _tidy_and_sweep(self) -> None:
+        # In a task of its own: recording may take all of TASK_S each time, where a use is a unit that is written anew.
         if self._tidying_due:
             self._tidy_at = self._clock.monotonic() + self._sweeper.about(TIDY_S)
             await self._sweeper.tidy()
@@ -128,6 +146,6 @@ class Background:
     async def close(self, deadline: Mono) -> None:
         """End all tasks, and whoever waits for them."""
         await self.supervisor.close(deadline)
-        for chore in (self._write, self._learn):
+        for chore in (self._write, self._sweep, self._learn):
             if chore.done is not None and not chore.done.done():
                 chore.done.set_result(None)

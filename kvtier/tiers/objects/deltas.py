@@ -156,11 +156,13 @@ class Deltas:
     async def measure_skew(self) -> float | None:
         """How many seconds this replica's wall clock is ahead of the server's, by a delta of its own, an empty one if
         need be; None if the server does not stamp its objects. Raises TierError."""
-        last = self._last_published
-        if last is None or self._clock.monotonic() - last[1] > SKEW_OLD_S:
+        last, there = self._last_published, None
+        if last is not None and self._clock.monotonic() - last[1] <= SKEW_OLD_S:
+            there = await self._bucket.head(last[0])
+        if there is None:  # or it was deleted since, which says nothing of the server
             await self._create()
             last = self._last_published
-        there = await self._bucket.head(last[0]) if last is not None else None
+            there = await self._bucket.head(last[0]) if last is not None else None
         if last is None or there is None or there.modified is None:
             return None
         written = self._clock.wall() - (self._clock.monotonic() - last[1])

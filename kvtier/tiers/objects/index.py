@@ -88,7 +88,10 @@ class ObjectIndex:
         self._unrecorded: set[BlockKey] = set()
 
     def put(self, entry: ObjectEntry) -> None:
-        """Add or replace an entry. A use that the bucket does not record yet is kept."""
+        """Add or replace an entry. A use that the bucket does not record yet is kept. An object of another stride is
+        not for this index: a hint has no room for more blocks, and lookups begin at multiples of the stride."""
+        if entry.frame.depth % self._stride or entry.blocks > self._stride:
+            return
         with self._lock:
             last = entry.last
             known = self._by_last.get(last)

@@ -10,6 +10,7 @@ tenant.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -153,8 +154,11 @@ class SharedPins:
             raise failed
 
     async def _settle_one(self, stat: Stat) -> None:
+        junk = False
         try:
             read = await self._read(stat)
+        except CorruptError:
+            read, junk = None, True
         except TierError:
             self._failing.setdefault(stat.name, self._clock.monotonic())
             raise
@@ -163,10 +167,11 @@ class SharedPins:
         del self._unread[stat.name]
         self._failing.pop(stat.name, None)
         self._junk.pop(stat.name, None)
-        if read is None or not self._possible(read.pin):
+        if junk:
+            self._junk[stat.name] = stat.etag, Wall(math.inf)
+        elif read is not None and not self._possible(read.pin):
             # One from the future may be right when our own clock is.
-            until = Wall(math.inf) if read is None else Wall(self._clock.wall() + FUTURE_S)
-            self._junk[stat.name], read = (stat.etag, until), None
+            self._junk[stat.name], read = (stat.etag, Wall(self._clock.wall() + FUTURE_S)), None
         old = self._known.pop(stat.name, None)
         if read is not None:
             self._known[stat.name] = read
@@ -176,16 +181,15 @@ class SharedPins:
             self._cover(stat.name, read.pin)
 
     async def _read(self, stat: Stat) -> _Known | None:
+        """None: it is gone, and may be put again as it was. Raises CorruptError for what is no pin, or TierError."""
         raw = bytearray(stat.size)
-        try:
-            there = await self._bucket.read(stat.name, 0, [memoryview(raw)])
-            if there is None:
-                return None
-            pins = codec.decode(self._signer.open(stat.name, raw))
-        except CorruptError:
+        there = await self._bucket.read(stat.name, 0, [memoryview(raw)])
+        if there is None:
             return None
-        fits = len(pins) == 1 and self._name(pins[0].name) == stat.name
-        return _Known(stat.etag, pins[0], there.etag) if fits else None
+        pins = codec.decode(self._signer.open(stat.name, raw))
+        if len(pins) != 1 or self._name(pins[0].name) != stat.name:
+            raise CorruptError("not the pin of this name")
+        return _Known(stat.etag, pins[0], there.etag)
 
     def _possible(self, pin: Pin) -> bool:
         """Whether a replica whose clock is right can have made it."""
@@ -236,7 +240,9 @@ class SharedPins:
         all evidence (None: none). Whether it was deleted. Raises TierError."""
         place = self._name(pin.name)
         stat = await self._bucket.head(place)
-        read = await self._read(stat) if stat is not None else None
+        read = None
+        with contextlib.suppress(CorruptError):
+            read = await self._read(stat) if stat is not None else None
         if read is None or replace(read.pin, position=pin.position) != pin:
             return False
         if not self._is_over(read.pin, now) or not await self._bucket.delete(place, read.etag):

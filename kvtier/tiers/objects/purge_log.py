@@ -12,9 +12,10 @@
     …      24    signature (kvtier.tiers.objects.signed)
 
 All integers little-endian. An entry with one tenant, whose number is its own, is a purge. Any other is a *snapshot*: it
-has all that the entries before it say, so that these can be deleted. Every unit carries the *position*, the number of
-the last entry that its writer had read and applied when it took the blocks: it is served only if no later entry purged
-its tenant. So what a late writer, a wrong clock or a replay brings is purged, too.
+has all that the entries before it say, so that these can be deleted and need not be read, as where the key that signed
+them was retired. Every unit carries the *position*, the number of the last entry that its writer had read and applied
+when it took the blocks: it is served only if no later entry purged its tenant. So what a late writer, a wrong clock or
+a replay brings is purged, too.
 
 A replica remembers the last entry that it read, over restarts where it can. A log that has lost that entry, or has
 another in its place, was rolled back or forked: purges may be missing, so nothing is served by it until an operator
@@ -24,6 +25,7 @@ has looked at it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import struct
 import threading
@@ -37,7 +39,7 @@ from kvtier.retention.marks import mark_below
 from kvtier.tiers.objects.bucket.protocol import TIER, Bucket, Stat, first_page
 from kvtier.tiers.objects.loop_thread import PerLoop
 from kvtier.tiers.objects.names import ObjectNames
-from kvtier.tiers.objects.signed import Signer
+from kvtier.tiers.objects.signed import NotAccepted, Signer
 from kvtier.times import Mono, Wall
 
 log = logging.getLogger(__name__)
@@ -79,6 +81,10 @@ class LogBroken(TierError):
         super().__init__(TIER, "purge log", f"{what}: see docs/operations.md, purging a tenant")
 
 
+class _Passed(LogBroken):
+    """So it would be, but for a later snapshot."""
+
+
 class TenantLog:
     """One replica's reading of the log, on the tier's event loop. `covers`, `all`, `mark`, `hold` and `holds` are for
     any thread."""
@@ -92,6 +98,7 @@ class TenantLog:
         self._digest = bytes(DIGEST_BYTES)
         self._etag = ""  # of the last entry, as a listing gave it
         self._snapshot = 0  # number of the latest snapshot
+        self._old_key = False  # whether it, or an entry behind it, was signed by a key that is not the active one
         self._remembered: tuple[int, bytes] | None = None  # of an earlier process, to be found in the log
         self._turn = PerLoop(asyncio.Lock)  # one reads or writes at a time
         self.position = 0
@@ -168,16 +175,22 @@ class TenantLog:
         if known:
             await self._check_last(entries, known)
         new = [(number, stat) for number, stat in entries.items() if number > self.position]
+        passed: _Passed | None = None
         for start in range(0, len(new), READS_AT_ONCE):
             some = new[start : start + READS_AT_ONCE]
             raws = await asyncio.gather(*(self._read(stat) for _, stat in some))
             for (number, stat), raw in zip(some, raws, strict=True):
                 if raw is not None:
-                    self._apply(number, raw)
-                    self._etag = stat.etag
+                    try:
+                        self._apply(number, raw)
+                        self._etag, passed = stat.etag, None
+                    except _Passed as why:
+                        passed = passed or why
                 elif number == new[-1][0]:
                     raise TierError(TIER, "purge log", f"entry {number} is gone since it was listed")
                 # else deleted behind a snapshot that is among the rest
+        if passed is not None:
+            raise passed
         if self._remembered is not None:
             await self._check_remembered(*self._remembered)
             self._remembered = None
@@ -217,6 +230,8 @@ class TenantLog:
         """See `decode`. Raises LogBroken for what no replica wrote."""
         try:
             return decode(self._signer.open(self._names.entry(number), raw), number)
+        except NotAccepted as error:
+            raise _Passed(f"entry {number}: {error}") from None
         except CorruptError as error:
             raise LogBroken(f"entry {number}: {error}") from None
 
@@ -227,7 +242,7 @@ class TenantLog:
             if before != self._digest:
                 raise LogBroken(f"entry {number} does not follow entry {self.position}")
         elif not snapshot:
-            raise LogBroken(f"entries {self.position + 1} to {number - 1} are missing")
+            raise _Passed(f"entries {self.position + 1} to {number - 1} are missing")
         self._last.update((tenant, max(at, self._last.get(tenant, 0))) for tenant, at in tenants.items())
         if floor > self.floor:
             self.floor = floor
@@ -235,6 +250,7 @@ class TenantLog:
         self._digest, self.position = digest_of([raw]), number
         if snapshot:
             self._snapshot = number
+        self._old_key = not self._signer.is_active(raw) or (self._old_key and not snapshot)
 
     # -- writing --------------------------------------------------------------------------------------------------
 
@@ -312,13 +328,22 @@ class TenantLog:
         listed = [stat async for page in self._bucket.list(self._names.log, self.after) for stat in page]
         await self._take_listed(listed, known)
 
+    async def sign_anew(self) -> None:
+        """Have a snapshot by the active key stand for entries that another one has signed: they are not to be read when
+        that key is retired. Raises TierError."""
+        async with self._turn():
+            if self._old_key:
+                await self._write_snapshot()
+
     async def _write_snapshot(self) -> None:
-        """All that is in force as one entry; then entries before the snapshot before it go."""
+        """All that is in force as one entry; then entries before the snapshot before it go, where they may be
+        deleted."""
         old = self._snapshot
         await self._create(lambda _: self._in_force())
-        async for page in self._bucket.list(self._names.log):
-            gone = [stat.name for stat in page if (self._names.parse_entry(stat.name) or old) < old]
-            await self._bucket.delete_many(gone)
+        with contextlib.suppress(TierError):
+            async for page in self._bucket.list(self._names.log):
+                gone = [stat.name for stat in page if (self._names.parse_entry(stat.name) or old) < old]
+                await self._bucket.delete_many(gone)
 
     def _in_force(self) -> tuple[int, Mapping[Scope, int]]:
         """Floor and tenants of a snapshot."""

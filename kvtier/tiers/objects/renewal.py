@@ -24,6 +24,9 @@ from kvtier.times import Wall
 RENEWALS = 4
 """Parallel renewals: they are not urgent."""
 
+AT_ONCE = 16
+"""Renewals after which, where all have failed, the rest is not tried."""
+
 _SLICE = 500
 
 
@@ -54,7 +57,8 @@ class Renewer:
                 await self.renew(entry, wall_s)
 
     async def record_uses(self) -> None:
-        """Record the uses that are worth a write by now. Raises TierError if one could not be; it stays due."""
+        """Record the uses that are worth a write by now. Raises TierError if one could not be; it stays due, and with
+        AT_ONCE that fail in a row so do the rest."""
         wall_s, due = self._clock.wall(), []
         for count, entry in enumerate(self._index.unrecorded()):
             at = entry.life.renewal_time(entry.renewed, wall_s)
@@ -64,10 +68,16 @@ class Renewer:
                 self._index.mark_recorded(entry.last, at)
             if count % _SLICE == _SLICE - 1:
                 await asyncio.sleep(0)  # lookups share this loop
-        renewals = (self.renew(entry, entry.life.last_use) for entry in due)
-        for failed in await asyncio.gather(*renewals, return_exceptions=True):
-            if failed is not None:
-                raise failed
+        first: BaseException | None = None
+        for start in range(0, len(due), AT_ONCE):
+            renewals = [self.renew(entry, entry.life.last_use) for entry in due[start : start + AT_ONCE]]
+            results = await asyncio.gather(*renewals, return_exceptions=True)
+            failed = [result for result in results if result is not None]
+            first = first or next(iter(failed), None)
+            if len(failed) == len(renewals):
+                break  # no right to write, or a server that is overloaded: not a request for each of thousands
+        if first is not None:
+            raise first
 
     async def renew(self, entry: ObjectEntry, used: Wall) -> None:
         """Record a use: by a copy of the object onto itself, or by rewriting it. A use of what this tier may not serve

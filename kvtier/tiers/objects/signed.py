@@ -12,6 +12,10 @@ SIGNATURE_BYTES = KEY_ID_BYTES + TAG_BYTES
 _PURPOSE = "control"
 
 
+class NotAccepted(CorruptError):
+    """Signed by a key that is retired, or that the keyring does not have."""
+
+
 class Signer:
     """Signs and opens the control objects below a prefix."""
 
@@ -26,15 +30,20 @@ class Signer:
         return bytearray(body) + id + tag
 
     def open(self, name: str, raw: bytes | bytearray) -> bytes:
-        """The body of an object. Raises CorruptError if it was not signed under this name by an accepted key."""
+        """The body of an object. Raises CorruptError if it was not signed under this name by an accepted key:
+        NotAccepted where it is none."""
         body, id, tag = raw[:-SIGNATURE_BYTES], raw[-SIGNATURE_BYTES:-TAG_BYTES], raw[-TAG_BYTES:]
         if len(raw) < SIGNATURE_BYTES:
             raise CorruptError(f"{len(raw)} bytes, and no signature")
         try:
             self._keyring.check(bytes(id), bytes(tag), _PURPOSE, self._below(name), body)
         except UnknownKey as unknown:
-            raise CorruptError(str(unknown)) from None
+            raise NotAccepted(str(unknown)) from None
         return bytes(body)
+
+    def is_active(self, raw: bytes | bytearray) -> bool:
+        """Whether the key that signed is the one that signs now. Pure."""
+        return raw[-SIGNATURE_BYTES:-TAG_BYTES] == self._keyring.active.id
 
     def _below(self, name: str) -> bytes:
         return name.removeprefix(self._root).encode()

@@ -22,7 +22,7 @@ from kvtier.retention.pins import PINS_MAX
 from kvtier.retention.terms import Depth
 from kvtier.tiers.data_keys import DataKeys
 from kvtier.tiers.objects.bucket.open import BucketLimits
-from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Stat
+from kvtier.tiers.objects.bucket.protocol import LIST_PAGE, Stat, first_page
 from kvtier.tiers.objects.bucket.retry import RetryingBucket
 from kvtier.tiers.objects.compression import landed, landing
 from kvtier.tiers.objects.deltas import Deltas
@@ -80,6 +80,7 @@ class ObjectStore:
         self.block_bytes = block_bytes
         self.ahead_s = 0.0  # how far our clock is ahead of the server's, behind it below 0; as last measured
         self._measured = Mono("-inf")
+        self._server_s = float("-inf")  # the server's clock at monotonic time 0, or earlier
         self.foreign = 0  # times that a foreign object was met
         self._clock = clock
         self.transfers = PerLoop(lambda: asyncio.Semaphore(limits.concurrency))
@@ -118,10 +119,25 @@ class ObjectStore:
         self.pins.take(pins, began)
 
     async def measure_clock(self) -> None:
-        """Have `ahead_s` tell of now, or of MEASURE_S ago at most. Raises TierError."""
-        if self._clock.monotonic() - self._measured > MEASURE_S:
-            self.ahead_s = await self.deltas.measure_skew() or 0.0
-            self._measured = self._clock.monotonic()
+        """Have `ahead_s` tell of now, or of MEASURE_S ago at most. Where nothing can be written, since the bucket is
+        full, it is at most that: by the server's stamps, and the time that has passed since one was seen. Raises
+        TierError."""
+        if self._clock.monotonic() - self._measured <= MEASURE_S:
+            return
+        try:
+            skew = await self.deltas.measure_skew()
+        except TierError:
+            page = await first_page(self.bucket, self.names.root)
+            if not page:
+                raise
+            now = self._clock.monotonic()
+            latest = max((stat.modified - now for stat in page if stat.modified is not None), default=float("-inf"))
+            self._server_s = max(self._server_s, latest)
+            self.ahead_s = 0.0 if self._server_s == float("-inf") else self._clock.wall() - self._server_s - now
+        else:
+            self.ahead_s, self._measured = skew or 0.0, self._clock.monotonic()
+            if skew is not None:
+                self._server_s = self._clock.wall() - skew - self._measured
 
     async def settled_miss_of(self, entry: ObjectEntry) -> Miss | None:
         """`miss_of` now; an object that seems expired waits for the pins that are not read yet."""

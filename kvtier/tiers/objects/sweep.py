@@ -105,8 +105,11 @@ class Sweeper:
         return True
 
     async def tidy(self) -> None:
-        """Delete old deltas, and pins that have ended for everybody. Raises TierError."""
+        """Delete old deltas, and pins that have ended for everybody; sign the purge log anew where another key did.
+        Raises TierError."""
         await self._store.refresh()  # with an old list a pin that was put anew since would be deleted
+        with contextlib.suppress(TierError):
+            await self._store.purges.sign_anew()
         if self._store.pins:
             await self._store.pins.sweep(await self.deletion_time())
         if await self._store.deltas.any_old():

@@ -12,16 +12,19 @@ import pytest
 
 import kvtier
 from kvtier.identity.keys import scope_of
-from kvtier.supervisor import FAILURES_MAX
+from kvtier.supervisor import FAILURES_MAX, Unwatched
 from kvtier.testing import chain_of, payloads_of
 from kvtier.tiers.breaker import Health
 from kvtier.tiers.objects import background, deltas
 from kvtier.tiers.objects.tier import ObjectTier
 from kvtier.tiers.protocol import Loaded
+from kvtier.times import Mono
 from tests.manager.support.stubborn import Killed, kill
+from tests.support.waiting import until
 from tests.tiers.objects.support.replicas import NS, S, Site
+from tests.tiers.objects.support.virtual_bucket import Replica, VirtualServer
 
-TASKS = ["g4 writing", "g4 learning"]
+TASKS = ["g4 writing", "g4 sweeping", "g4 learning"]
 ALL_DUE_S = max(background.RECORD_S, deltas.PUBLISH_S, deltas.POLL_S, 61.0)
 
 
@@ -32,7 +35,7 @@ async def turn(site: Site, tier: ObjectTier, seed: int) -> None:
     tier.touch(chain, site.clock.wall() + 4000)
     site.clock.advance(ALL_DUE_S)
     await tier.tombstones()
-    for done in (tier._background.writing, tier._background.polling):
+    for done in (tier._background.writing, tier._background.sweeping, tier._background.polling):
         if done is not None:
             await tier._loop.run(asyncio.wait_for(asyncio.shield(done), 10))
 
@@ -79,7 +82,8 @@ async def test_three_deaths_take_the_tier_out_until_a_probe(task: str, tmp_path:
     tier = ObjectTier(f"file://{tmp_path}", NS, clock=site.clock, stride=S, seed=1)
     config = kvtier.Config.parse({"tiers": {"g2": {"capacity": 64 * 4096}}, "deadlines": {"close": "2s"}})
     keys = chain_of(NS, 2 * S)
-    chore = tier._background._write if task == "g4 writing" else tier._background._learn
+    background = tier._background
+    chore = {"g4 writing": background._write, "g4 sweeping": background._sweep}.get(task, background._learn)
 
     async def broken() -> None:
         raise ZeroDivisionError("a bug")
@@ -104,6 +108,32 @@ async def test_three_deaths_take_the_tier_out_until_a_probe(task: str, tmp_path:
         site.clock.advance(60)
         assert await cache.match(keys) == len(keys)
         assert cache.stats()["tasks"]["out"] == {}
+
+
+async def test_records_that_never_end_in_time_keep_nothing_from_being_swept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a use is a unit that is written anew, a busy replica always has more to record than the time allows."""
+    monkeypatch.setattr(background, "TASK_S", 0.05)
+    server = VirtualServer()
+    replica = Replica(server)
+    for number in range(40):
+        await replica.write(chain_of(NS, S, seed=number), ttl=1e5 if number < 20 else 60)
+    asked = replica.bucket._asked
+
+    async def slow(verb: str, name: str) -> None:
+        await asked(verb, name)
+        await asyncio.sleep(10 if verb == "copy" else 0)
+
+    monkeypatch.setattr(replica.bucket, "_asked", slow)
+    server.clock.advance(6e4)
+    replica.store.index.touch([chain_of(NS, S, seed=number)[-1] for number in range(20)], server.clock.wall())
+    replica.background.start(Unwatched())
+    for _ in range(20):
+        server.clock.advance(ALL_DUE_S)
+        replica.background.start_due()
+        await until(lambda: replica.background.writing is not None and replica.background.writing.done())
+    assert replica.store.renewer.renewed == 0, "the case: none is recorded in time"
+    assert replica.sweeper.swept.objects == 20
+    await replica.background.close(Mono(server.clock.monotonic() + 10))
 
 
 async def test_a_verb_that_is_cancelled_before_the_loop_thread_comes_to_it_leaves_nothing_behind(

@@ -64,6 +64,26 @@ async def test_a_page_reads_the_folders_of_its_names_only(tmp_path: Path, scanne
     await bucket.close()
 
 
+async def test_a_large_bucket_is_started_without_a_walk_over_it(tmp_path: Path, scanned: list[str]) -> None:
+    """On a network file system the walk took longer than a start may: the bucket never got ready."""
+    fill(tmp_path, [f"units/{folder:02x}/1" for folder in range(64)])
+    bucket = Threaded(LocalFiles(tmp_path))
+    await bucket.start()
+    assert scanned == [tmp_path.name]
+    await bucket.close()
+
+
+async def test_what_a_dead_writer_left_goes_when_a_listing_comes_by(tmp_path: Path) -> None:
+    fill(tmp_path, ["units/00/1", "units/01/1", "units/01/.tmp-left"])
+    files = LocalFiles(tmp_path)
+    left, named = tmp_path / "units/01/.tmp-left", ["units/00/1", "units/01/1"]
+    assert [stat.name for stat in files.list("", "")] == named and left.exists(), "its age is not known yet"
+    files.start()
+    assert [stat.name for stat in files.list("", "")] == named and left.exists(), "its writer may be alive"
+    files._volume_s += 3700
+    assert [stat.name for stat in files.list("units/", "units/01/")] == named[1:] and not left.exists()
+
+
 async def test_a_purge_log_that_cannot_be_listed_is_not_an_empty_one(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,6 +116,26 @@ async def test_what_is_no_pin_is_read_once_until_it_changes() -> None:
     assert replica.bucket.requests["get"] == 2
 
 
+async def test_a_pin_that_was_gone_when_it_was_read_counts_when_it_is_back() -> None:
+    """Put again as it was it has the same ETag, by which it was taken for what had been read."""
+    server = VirtualServer()
+    one, two = Replica(server), Replica(server, seed=1)
+    chain, now = chain_of(NS, S), server.clock.wall()
+    await one.write(chain, ttl=60)
+    await one.store.pins.put(Pin("p", tuple(chain), now, now + 1e6))
+    (name,) = server.under("pins")
+    pin = server.objects[name]
+    await two.store.refresh()
+    server.drop(name)
+    await two.store.pins.settle()
+    server.objects[name] = pin
+    server._gone.discard(name)
+    server.clock.advance(50)
+    await two.store.refresh()
+    await two.store.pins.settle()
+    assert [each.name for each in two.store.pins.list()] == ["p"]
+
+
 async def test_a_pin_from_the_future_is_read_again_when_it_may_be_right() -> None:
     server = VirtualServer()
     ahead, replica = Replica(server, ahead_s=3600.0), Replica(server)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
 
 from kvtier.errors import CorruptError, TierError
 from kvtier.identity.keys import Scope, scope_of, tenant_of
+from kvtier.keyring import Key, Keyring, KeyState
 from kvtier.retention.marks import mark_below, number_of
 from kvtier.testing import chain_of
 from kvtier.tiers.objects import purge_log
@@ -259,6 +261,75 @@ async def test_a_purge_by_who_has_not_read_what_was_compacted_since_reaches_ever
         assert await miss(reader, chain) is Miss.PURGED
     await late.store.refresh()
     assert late.store.purges.position == one.store.purges.position
+
+
+async def test_a_log_outlives_the_keys_that_signed_it() -> None:
+    """Whoever rotates retires the old key when its data has expired; entries of the log never do."""
+    server, name_key = VirtualServer(), bytes(32 * [7])
+
+    def ring(**states: KeyState) -> Keyring:
+        keys = [Key(name.encode().ljust(8), name.encode().ljust(32), state) for name, state in states.items()]
+        return Keyring(keys, name_key)
+
+    before = Replica(server, keyring=ring(old=KeyState.ACTIVE))
+    await before.store.purges.append(A)
+    await before.store.purges.append(B)
+    rotated = [Replica(server, seed=seed, keyring=ring(old=KeyState.ACCEPT, new=KeyState.ACTIVE)) for seed in (1, 2)]
+    for replica in rotated:
+        await replica.sweeper.tidy()
+    assert len(log_names(server)) == 3, "one snapshot, by the first"
+    for keys in (ring(old=KeyState.RETIRED, new=KeyState.ACTIVE), ring(new=KeyState.ACTIVE)):
+        after = Replica(server, seed=3, keyring=keys)
+        await after.store.refresh()
+        assert after.store.purges.all() == rotated[0].store.purges.all()
+        assert after.store.purges.covers(A, 0) and after.store.purges.covers(B, 1)
+    behind = Replica(server, keyring=ring(old=KeyState.ACTIVE, new=KeyState.ACCEPT))
+    await behind.store.refresh()
+    await behind.store.purges.append(B)
+    late = Replica(server, seed=4, keyring=ring(new=KeyState.ACTIVE))
+    await broken(late, "entry 4: key .* is not in the keyring")
+
+
+async def test_an_entry_that_a_killed_purge_left_among_compacted_ones_breaks_no_log(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would have been deleted next: its number was free only for who had not read on for long."""
+    monkeypatch.setattr(purge_log, "SNAPSHOT_EVERY", 4)
+    server = VirtualServer()
+    one, late = Replica(server), Replica(server, seed=1)
+    await one.store.purges.append(A)
+    await late.store.refresh()
+    for number in range(12):
+        await one.store.purges.append(scope_of(f"tenant {number}"))
+
+    async def killed(name: str, etag: str | None = None) -> bool:
+        raise asyncio.CancelledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(late.bucket, "delete", killed)
+        with pytest.raises(asyncio.CancelledError):
+            await late.store.purges.append(B)
+    for reader in (late, Replica(server, seed=2)):
+        await reader.store.refresh()
+        assert reader.store.purges.all().items() >= one.store.purges.all().items()
+
+
+async def test_who_may_not_delete_may_purge(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(purge_log, "SNAPSHOT_EVERY", 4)
+    server = VirtualServer()
+    one, reader = Replica(server), Replica(server, seed=1)
+    asked = one.bucket._asked
+
+    async def denied(verb: str, name: str) -> None:
+        await asked(verb, name)
+        if verb == "delete":
+            raise TierError("g4", "delete", "AccessDenied (HTTP 403)")
+
+    monkeypatch.setattr(one.bucket, "_asked", denied)
+    for number in range(20):
+        await one.store.purges.append(scope_of(f"tenant {number}"))
+    await reader.store.refresh()
+    assert reader.store.purges.all() == one.store.purges.all()
 
 
 async def test_a_purge_that_cannot_be_written_raises() -> None:

@@ -6,12 +6,13 @@ import asyncio
 
 import pytest
 
-from kvtier.errors import TierError
+from kvtier.errors import TierError, TierFull
 from kvtier.retention.pins import Pin
 from kvtier.testing import chain_of
 from kvtier.tiers.objects import deltas, sweep
+from kvtier.tiers.objects.delete import Remover
 from tests.support.waiting import until
-from tests.tiers.objects.support.virtual_bucket import NS, Replica, VirtualServer
+from tests.tiers.objects.support.virtual_bucket import NS, Replica, SkewedClock, VirtualBucket, VirtualServer
 
 S = 4
 DAY_S = 86400.0
@@ -55,6 +56,74 @@ async def test_a_page_looks_at_few_objects_though_there_is_a_pin() -> None:
     asked = other.bucket.requests - before
     assert asked["get"] <= sweep.HEADERS_MAX + 1, "uncapped, one pin stalls the sweeper"
     await other.walk()
+
+
+@pytest.mark.parametrize("stride", [16, 3])
+async def test_a_pinned_object_of_another_stride_is_renewed_and_gets_into_no_index(stride: int) -> None:
+    """Replicas of two strides share a bucket while the setting changes. More blocks than a hint has room for were
+    written over the next hint."""
+    server = VirtualServer()
+    other, one = Replica(server, stride=stride), Replica(server, seed=1, stride=S)
+    for number in range(8):
+        await one.write(chain_of(NS, S, seed=100 + number), ttl=100 * DAY_S)
+    chain = chain_of(NS, stride, seed=1)
+    await other.write(chain, ttl=3600)
+    now = server.clock.wall()
+    await other.store.pins.put(Pin("p", tuple(chain), now, now + 10 * DAY_S))
+    server.clock.advance(DAY_S)
+    await one.walk()
+    assert one.store.renewer.renewed
+    one.store.index.check()
+    for number in range(8):
+        last = chain_of(NS, S, seed=100 + number)[-1]
+        entry, hint = one.store.index.get(last), one.store.named(one.store.names.unit(last))
+        assert entry is not None and hint is not None and hint.prints == entry.hint.prints
+
+
+class Full(VirtualBucket):
+    """Takes nothing more."""
+
+    async def _asked(self, verb: str, name: str) -> None:
+        await super()._asked(verb, name)
+        if verb == "put":
+            raise TierFull("g4", "put", "ENOSPC")
+
+
+@pytest.mark.parametrize("stamps", [True, False])
+async def test_a_full_bucket_is_swept(stamps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To measure the clock something is written, which a full bucket refuses until something was swept."""
+    server = VirtualServer(stamps=stamps)
+    replica = Replica(server)
+    for number in range(40):
+        await replica.write(chain_of(NS, S, seed=number), ttl=300 if number < 20 else 100 * DAY_S)
+    await replica.walk()
+    late = Replica(server, seed=1)
+    for each in (replica, late):
+        monkeypatch.setattr(each.bucket, "_asked", Full(server)._asked)
+    server.clock.advance(DAY_S)
+    await late.walk()
+    assert server.strides() == (40 if stamps else 20), "it cannot know how long ago the latest was written"
+    server.clock.advance(600)
+    await late.walk()
+    assert server.strides() == 20
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 2 * DAY_S])
+async def test_a_full_bucket_loses_nothing_alive_by_a_clock_that_was_set(ahead_s: float) -> None:
+    server = VirtualServer()
+    replica = Replica(server, ahead_s=1.0)
+    for number in range(20):
+        await replica.write(chain_of(NS, S, seed=number), ttl=DAY_S)
+    await replica.store.measure_clock()
+    replica.bucket._asked = Full(server)._asked  # type: ignore[method-assign]
+    server.clock.advance(3600)
+    assert isinstance(replica.clock, SkewedClock)
+    replica.clock.ahead_s = ahead_s
+    await replica.walk()
+    assert server.strides() == 20
+    server.clock.advance(DAY_S)
+    await replica.walk()
+    assert server.strides() == 0
 
 
 async def test_a_page_that_is_cut_off_has_made_progress() -> None:
@@ -107,6 +176,20 @@ async def test_a_replica_with_a_clock_ahead_sweeps_nothing_alive(days: int) -> N
         await ahead.write(first)
     entry = await right.store.probe(first, 0)
     assert entry is not None and right.store.miss_of(entry, server.clock.wall()) is None, "nor does it write over it"
+
+
+async def test_a_replica_with_a_clock_ahead_sweeps_nothing_alive_when_its_delta_was_deleted() -> None:
+    """Whoever empties the namespace deletes all deltas, by one of which the replica would have measured its clock."""
+    server = VirtualServer()
+    right, ahead = Replica(server), Replica(server, seed=1, ahead_s=2 * DAY_S)
+    await ahead.write(chain_of(NS, S, seed=99))
+    await ahead.store.deltas.publish()
+    await Remover(right.store).everything()
+    for number in range(20):
+        await right.write(chain_of(NS, S, seed=number), ttl=DAY_S)
+    server.clock.advance(sweep.YOUNG_S + 1)
+    await ahead.walk()
+    assert server.strides() == 20
 
 
 async def test_a_replica_with_a_clock_behind_sweeps_nothing_alive() -> None:

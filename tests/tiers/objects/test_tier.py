@@ -252,6 +252,8 @@ async def test_orphaned_temporary_files_are_swept(site: Site) -> None:
         ("s3://key:topsecret@bucket", "credentials"),
         ("file://relative/path", "absolute"),
         ("file:///tmp/../etc", "tiers.g4.url"),
+        ("s3://bucket/team//prefix", "single slashes"),
+        ("s3://bucket/team\\prefix", "single slashes"),
         ("simplecache::s3://bucket", "tiers.g4.url"),
     ],
 )

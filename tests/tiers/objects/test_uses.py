@@ -9,11 +9,13 @@ from email.utils import format_datetime
 
 import pytest
 
+from kvtier.errors import TierError
 from kvtier.identity.keys import BlockKey
 from kvtier.keyring import Key, Keyring
 from kvtier.retention.lifetime import Lifetime, Stamp
 from kvtier.retention.terms import Depth, Terms
 from kvtier.testing import SkewedClock, chain_of, seal
+from kvtier.tiers.objects import renewal
 from kvtier.tiers.objects.bucket.protocol import USED, use_text
 from kvtier.tiers.objects.bucket.s3fs import S3Bucket
 from kvtier.tiers.objects.payload import make_unit
@@ -110,3 +112,43 @@ def test_a_use_that_s3_bounds_keeps_its_proof(keyring: Keyring, writer_s: float,
     stat = bucket._stat(name, answer, 1)
     used = proofs.last_use(frame, stat, Wall(max(now + reader_s, now)))
     assert used == pytest.approx(now + min(writer_s, 60.0), abs=1)
+
+
+async def test_a_bucket_that_refuses_records_is_not_asked_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An account that may only read was asked thousands of times in a minute, and so was an overloaded server."""
+    server = VirtualServer()
+    replica = Replica(server)
+    for number in range(100):
+        await replica.write(chain_of(NS, 4, seed=number), ttl=3600)
+    asked, refused = replica.bucket._asked, set[str]()
+
+    async def deny(verb: str, name: str) -> None:
+        await asked(verb, name)
+        if verb == "copy" and (not refused or name in refused):
+            raise TierError("g4", "copy", "AccessDenied (HTTP 403)")
+
+    monkeypatch.setattr(replica.bucket, "_asked", deny)
+    server.clock.advance(3000)
+    replica.store.index.touch([chain_of(NS, 4, seed=number)[-1] for number in range(100)], server.clock.wall())
+    with pytest.raises(TierError):
+        await replica.store.renewer.record_uses()
+    assert replica.bucket.requests["copy"] == renewal.AT_ONCE
+    refused.add(replica.store.names.unit(chain_of(NS, 4, seed=5)[-1]))
+    with pytest.raises(TierError):
+        await replica.store.renewer.record_uses()
+    assert replica.store.renewer.renewed == 99 and len(replica.store.index.unrecorded()) == 1
+
+
+async def test_a_unit_of_the_longest_terms_since_different_times_is_written_and_told_to_others() -> None:
+    """Its common life had more seconds than a hint has room for: five such writes put G4 out of use."""
+    server = VirtualServer()
+    one, two = Replica(server), Replica(server, seed=1)
+    now = one.clock.wall()
+    lives = [Stamp(Wall(now - 5000), None, None, Depth.G4), *[Stamp(now, None, 2.0**32 - 1, Depth.G4)] * (S - 1)]
+    blocks = seal(list(CHAIN), range(S), NS.block_bytes, now, Terms("t"))
+    blocks = [replace(block, life=Lifetime(now, (stamp,))) for block, stamp in zip(blocks, lives, strict=True)]
+    assert (await one.writer.write(blocks)).durable
+    await one.store.deltas.publish()
+    await two.store.deltas.poll()
+    hint = two.store.index.find_hint(CHAIN[0], CHAIN[-1], S - 1)
+    assert hint is not None and hint.life.servable(Depth.G4, Wall(now + 1e9))

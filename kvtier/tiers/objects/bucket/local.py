@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,8 @@ _STALE_S = 3600.0
 class LocalFiles:
     """Objects as files below `root`, each fsynced and linked into place whole.
 
-    The modification time of a file is the time of its last use; its ETag is inode, size and that time.
+    The modification time of a file is the time of its last use; its ETag is inode, size and that time. What writers
+    that died have left goes when a listing comes by: to look for it through all folders may take minutes.
     """
 
     renewable = True
@@ -28,12 +30,20 @@ class LocalFiles:
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._volume_s = float("-inf")  # the volume's own clock when the monotonic one was 0
 
     def start(self) -> None:
         self._root.mkdir(0o700, parents=True, exist_ok=True)
         if not os.access(self._root, os.R_OK | os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, "not writable")
-        self._sweep_temporaries()
+        probe, descriptor = _new_file(self._root)
+        self._volume_s = os.fstat(descriptor).st_ctime - time.monotonic()
+        os.close(descriptor)
+        probe.unlink(missing_ok=True)
+        with os.scandir(self._root) as entries:  # which no listing of a tier reads
+            for entry in entries:
+                if entry.name.startswith(_TEMPORARY):
+                    self._delete_old(entry)
 
     def create(self, name: str, data: bytearray, used: Wall) -> Stat | None:
         final = self._root / name
@@ -120,7 +130,9 @@ class LocalFiles:
                 holds = (name.startswith(prefix) or prefix.startswith(name)) and not entry.is_symlink()
                 if holds and (name > after or after.startswith(name)):
                     yield from self._files_in(name[:-1], prefix, after)
-            elif not entry.name.startswith(_TEMPORARY) and name.startswith(prefix) and name > after:
+            elif entry.name.startswith(_TEMPORARY):
+                self._delete_old(entry)
+            elif name.startswith(prefix) and name > after:
                 with contextlib.suppress(FileNotFoundError):
                     yield _file_stat(name, entry.stat())
 
@@ -142,19 +154,12 @@ class LocalFiles:
         finally:
             path.unlink(missing_ok=True)
 
-    def _sweep_temporaries(self) -> None:
-        """Delete files of writers that died, once they are old by the volume's own clock."""
-        probe, descriptor = _new_file(self._root)
-        now = os.fstat(descriptor).st_ctime
-        os.close(descriptor)
-        probe.unlink(missing_ok=True)
-        for folder, _, files in os.walk(self._root):
-            for file in files:
-                if file.startswith(_TEMPORARY):
-                    path = Path(folder, file)
-                    with contextlib.suppress(FileNotFoundError):
-                        if now - path.lstat().st_ctime > _STALE_S:
-                            path.unlink()
+    def _delete_old(self, temporary: os.DirEntry[str]) -> None:
+        """Delete the file of a writer that died, once it is old by the volume's own clock."""
+        with contextlib.suppress(OSError):
+            created = temporary.stat(follow_symlinks=False).st_ctime
+            if self._volume_s + time.monotonic() - created > _STALE_S:
+                Path(temporary).unlink()
 
 
 def _new_file(folder: Path) -> tuple[Path, int]:

@@ -46,6 +46,9 @@ def open_bucket(
         from kvtier.tiers.objects.bucket.threaded import Threaded
 
         return Threaded(LocalFiles(_local_path(url, place))), ""
+    if "//" in place.strip("/") or "\\" in place:
+        # Some servers store it under another name than they list: what is written, a purge too, is never found.
+        raise ConfigError(f"{_KEY} has an empty part or a backslash in its path: write single slashes between names")
     if protocol in ("az", "gs", "gcs") and (cloud := _cloud(protocol, place, options, client, limits)) is not None:
         return cloud
     file_system = _file_system_class(protocol)

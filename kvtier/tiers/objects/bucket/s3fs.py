@@ -244,9 +244,13 @@ class S3Bucket:
             ]
             if page:
                 yield page
-            if not answer.get("IsTruncated") or not answer.get("NextContinuationToken"):
+            if not answer.get("IsTruncated"):
                 return
-            token = {"ContinuationToken": answer["NextContinuationToken"]}
+            token, asked = {"StartAfter": page[-1].name} if page else {}, token
+            if answer.get("NextContinuationToken"):
+                token = {"ContinuationToken": answer["NextContinuationToken"]}
+            if token in ({}, asked):  # the rest may hold a purge
+                raise TierError(TIER, "list", "the server's listing ends before its end, or begins again")
 
     async def close(self) -> None:
         if self._direct is not None:
