@@ -68,10 +68,12 @@ class Search:
     def end(self) -> None:
         """Release its blocks, but for those that are being copied: the copy does that at its end. The promotion's bytes
         stay in G2 if it was nearly done. Idempotent."""
-        self.promoted.abandon()
-        if self.lease is not None and not self.spent:
-            self.lease.release()
+        if self.spent:
+            return
         self.spent = True
+        self.promoted.abandon()  # which releases its lease
+        if self.lease is not None:
+            self.lease.release()
 
 
 @dataclass(slots=True, eq=False)

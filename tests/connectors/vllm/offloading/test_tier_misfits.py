@@ -151,15 +151,18 @@ def test_a_copy_under_way_is_waited_for(make: Callable[..., Stack], monkeypatch:
     stack.manager.on_request_finished(asking)
 
 
+@pytest.mark.parametrize("promoted", [False, True])
 @pytest.mark.parametrize("ends", ["preempted", "given up"])
 def test_blocks_stay_where_they_are_while_they_are_copied(
-    make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch, ends: str
+    make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch, ends: str, promoted: bool
 ) -> None:
     """Their request lost its own blocks meanwhile, or its adapter turned out to be another one."""
     stack, keys = make(), chain(1, 2)
     stack.keep(keys)
     stack.forget()
     assert stack.idle() == IDLE
+    if promoted:
+        assert stack.cache.evict("g2") == 2
     asking, begun, gate = stack.request(keys), threading.Event(), threading.Event()
     stack.tier._requests[asking.req_id].adapter = (7, "lora:old")
     stack.tier.told({7: "lora:old"})
