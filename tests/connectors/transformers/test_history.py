@@ -10,7 +10,16 @@ import pytest
 
 import kvtier
 from kvtier.connectors.transformers import PrefixCache
-from tests.connectors.transformers.support.models import computed, gemma3, generate, held, llama, prompt, qwen3_next
+from tests.connectors.transformers.support.models import (
+    computed,
+    gemma3,
+    generate,
+    gpt2,
+    held,
+    llama,
+    prompt,
+    qwen3_next,
+)
 
 torch = pytest.importorskip("torch")
 
@@ -127,6 +136,27 @@ class TestRefused:
             cache, _ = prefixes.fetch(ids)
             forward(model, cache, ids, **options)
             refused(prefixes, ids, cache, reason)
+
+    @pytest.mark.parametrize(
+        "beside", [lambda ids: ids % 2, torch.zeros_like, lambda ids: ids.flip(1)], ids=["two kinds", "zeros", "all"]
+    )
+    def test_embeddings_beside_the_tokens(self, config: Any, beside: Callable[[Any], Any]) -> None:
+        """GPT-2 adds the embeddings of `token_type_ids`, those of zeros, too."""
+        model, ids = gpt2(), prompt(40)
+        with PrefixCache(config(), model, tiers=[]) as prefixes:
+            cache, _ = prefixes.fetch(ids)
+            ones = torch.ones_like(ids)
+            options = {"token_type_ids": beside(ids), "max_new_tokens": 4, "do_sample": False}
+            output = model.generate(ids, attention_mask=ones, past_key_values=cache, **options)
+            assert not torch.allclose(cache.layers[0].keys[:, :, :40], computed(model, ids, [40]).layers[0].keys)
+            refused(prefixes, output, cache, "token_type_ids")
+
+    def test_an_argument_that_is_not_known(self, config: Any, model: Any) -> None:
+        ids = prompt(40)
+        with PrefixCache(config(), model, tiers=[]) as prefixes:
+            cache, _ = prefixes.fetch(ids)
+            forward(model, cache, ids, of_a_later_release=torch.ones(1))
+            refused(prefixes, ids, cache, "of_a_later_release")
 
     @pytest.mark.parametrize(
         ("arguments", "reason"),
@@ -251,6 +281,16 @@ class TestKept:
             output = model.generate(ids, attention_mask=ones, past_key_values=cache, max_new_tokens=24, **options)
             keep(prefixes, output, cache)
             self.same(prefixes, output)
+
+    def test_arguments_that_change_no_kv(self, config: Any, model: Any) -> None:
+        ids = prompt(48)
+        options = {"mm_token_type_ids": torch.zeros_like(ids), "output_hidden_states": True, "is_causal": True,
+                   "labels": ids, "cache_position": torch.arange(48)}  # fmt: skip
+        with PrefixCache(config(), model, tiers=[]) as prefixes:
+            cache, _ = prefixes.fetch(ids)
+            forward(model, cache, ids, **options)
+            keep(prefixes, ids, cache)
+            self.same(prefixes, torch.cat([ids, ids], dim=1))
 
     @pytest.mark.parametrize("make", [llama, gemma3])
     def test_two_requests_whose_passes_alternate(self, config: Any, make: Callable[..., Any]) -> None:
