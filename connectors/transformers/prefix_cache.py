@@ -117,8 +117,7 @@ class PrefixCache:
             raise
         self.pool.on_lost = partial(self.cache.manager.lost, why=Miss.SPILL_LOST)
         self._purges = Purges()
-        self._follow_purges()
-        self._traffic = Traffic(self.pool, self.cache, self.clock)
+        self._traffic = Traffic(self.pool, self.cache, self.clock, self._drop_purged)
         self._chains = Chains(self.pool, self.cache, self._traffic, self.clock)
         groups = self.shape.groups
         self._boundaries = Boundaries(groups, block_tokens, self.pool, self.cache, self._chains, self.clock)
@@ -227,12 +226,10 @@ class PrefixCache:
 
         `store` ends with one; call it when idle, too. Never waits. Returns how many blocks were copied.
         """
-        self._follow_purges()
         return self._traffic.step()
 
     def flush(self, timeout: float | None = None) -> Flushed:
         """Offload everything that is dirty, then wait until it is as deep as it may go, or the timeout is over."""
-        self._follow_purges()
         return self._traffic.flush(self._config.deadlines.flush if timeout is None else timeout)
 
     # --- the rest ----------------------------------------------------------------------------------------------
@@ -244,9 +241,9 @@ class PrefixCache:
         try:
             return self.cache.purge(salt)
         finally:
-            self._follow_purges()
+            self._traffic.follow_purges()
 
-    def _follow_purges(self) -> None:
+    def _drop_purged(self) -> None:
         """Drop what G1 has of tenants that were purged elsewhere, and what a time stamped that was given up since,
         before anything of it is served or stored."""
         self._purges.take_to(self._forget, self.cache.manager)
@@ -327,7 +324,7 @@ class PrefixCache:
             raise InvalidRequest(f"token ids of shape {tuple(ids.shape)}: pass one row [1, tokens], a batch row by row")
         if mask is not None and (mask.shape != ids.shape or not bool(mask.all())):
             raise InvalidRequest("the attention mask must be all ones: KV behind padding is not this prompt's KV")
-        self._follow_purges()
+        self._traffic.follow_purges()
         tokens = ids[0].cpu().numpy()
         for media, name in self._media.items():
             if (tokens == media).any():

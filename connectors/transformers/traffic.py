@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import attrgetter
 
@@ -35,10 +35,17 @@ _STEP_BYTES = 64 << 20
 class Traffic:
     """See the module. One owner thread, the pool's. `pool` is attached to the arena of `cache`."""
 
-    def __init__(self, pool: DevicePool, cache: Cache, clock: Clock) -> None:
-        self._pool, self._cache, self._clock = pool, cache, clock
+    def __init__(self, pool: DevicePool, cache: Cache, clock: Clock, drop_purged: Callable[[], None]) -> None:
+        """`drop_purged` drops what the pool has of tenants that were purged until now."""
+        self._pool, self._cache, self._clock, self._drop_purged = pool, cache, clock, drop_purged
+        self.follow_purges()
         self._lost = False  # a copy did not end; see _lose
         self._failing = False  # the device refused, or failed, one of the latest copies
+
+    def follow_purges(self) -> None:
+        """Drop what was purged until now. What is purged from now on is not offloaded until the next call drops it."""
+        self._work = self._cache.manager.hierarchy.begin()
+        self._drop_purged()
 
     # --- in ----------------------------------------------------------------------------------------------------
 
@@ -80,6 +87,7 @@ class Traffic:
     def step(self) -> int:
         """Copy out what G1 is about to hand out, then what has been dirty for too long, at most 64 MiB of it. Never
         waits. Returns how many blocks were copied."""
+        self.follow_purges()
         limit = max(1, _STEP_BYTES // self._pool.block_bytes)
         return self._offload(min(limit, self._cache.manager.queue_space()), self._pool.horizon)
 
@@ -88,6 +96,7 @@ class Traffic:
         deadline = self._clock.monotonic() + timeout
         manager = self._cache.manager
         while self._pool.dirty:
+            self.follow_purges()
             version = manager.space.version
             if not self._offload(manager.queue_space(), self._pool.blocks) and not self._wait(deadline, version):
                 break
@@ -105,8 +114,10 @@ class Traffic:
             clean = self._pool.clean_ahead(wanted)
             if clean == wanted:
                 return clean
-            if not self._offload(min(wanted, manager.queue_space()), wanted) and not self._wait(deadline, version):
-                return clean
+            if not self._offload(min(wanted, manager.queue_space()), wanted):
+                if not self._wait(deadline, version):
+                    return clean
+                self.follow_purges()
 
     def _wait(self, deadline: Mono, version: int) -> bool:
         """Until there may be space below that there was not at version `version` of `space`; False at the deadline, and
@@ -147,7 +158,8 @@ class Traffic:
         manager, chain, start = self._cache.manager, run[0].chain, run[0].depth
         there, ended = 0, True
         try:
-            slots, reached = manager.reserve(chain, start, start + len(run), _terms_of(self._pool.life(run[0].slot)))
+            terms = _terms_of(self._pool.life(run[0].slot))
+            slots, reached = manager.reserve(chain, start, start + len(run), terms, work=self._work)
             places = [(slot.number, slot.generation) for slot in slots]
             given = dict(zip(places, slots, strict=True))
 
