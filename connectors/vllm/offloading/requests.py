@@ -93,7 +93,8 @@ class TierRequest:
     chain: list[BlockKey] = field(default_factory=list)
     search: Search | None = None
     searches: int = 0
-    stale: bool = False  # it runs with blocks of old weights and of new ones
+    over: bool = False  # vLLM has ended it, and may still hand on what it computed
+    stale: bool = False  # nothing more is read or kept of it: it runs with blocks of old weights and of new ones
 
     def placed(self, loaded: int) -> None:
         """It runs, and so many tokens are loaded for it."""

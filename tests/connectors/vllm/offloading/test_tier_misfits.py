@@ -189,6 +189,44 @@ def test_blocks_stay_where_they_are_while_they_are_copied(
     assert stack.idle() == IDLE
 
 
+def test_what_is_purged_before_its_copy_is_not_stored(
+    make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies wait for one another, each up to `store_wait`: their blocks came back behind the purge, for good."""
+    stack, keys, gate = make(), chain(1, 2), threading.Event()
+    plain = stack.tier._store
+    monkeypatch.setattr(stack.tier, "_store", lambda *job: gate.wait(30) and plain(*job))
+    context = stack.request(keys)
+    stack.store(context, keys)
+    stack.manager.on_request_finished(context)
+    stack.cache.purge()
+    stack.cache.submit(stack.cache.manager._purger.forget()).result(10)
+    gate.set()
+    stack.settle()
+    stack.forget()
+    assert stack.found(keys) == 0
+    stack.keep(keys)
+    stack.forget()
+    assert stack.found(keys) == 2, "what is made behind it is kept"
+    assert stack.idle() == IDLE
+
+
+def test_what_a_request_left_before_a_purge_is_not_stored_when_vllm_hands_it_on(make: Callable[..., Stack]) -> None:
+    stack, left, going_on = make(), chain(1, 2), chain(2, 2)
+    over, running = stack.request(left), stack.request(going_on)
+    stack.step()
+    stack.tier.answer_to(SimpleNamespace(request_id=over.req_id))
+    stack.cache.purge()
+    stack.store(over, left)
+    stack.store(running, going_on)
+    for context in (over, running):
+        stack.manager.on_request_finished(context)
+    stack.settle()
+    stack.forget()
+    assert stack.found(left) == 0 and stack.found(going_on) == 2
+    assert stack.idle() == IDLE
+
+
 def test_blocks_of_a_load_that_the_engine_gives_no_place_are_let_go_of(make: Callable[..., Stack]) -> None:
     stack, keys = make(), chain(1, 2)
     stack.keep(keys)
