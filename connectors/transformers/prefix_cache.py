@@ -48,6 +48,7 @@ from kvtier.retention.trusted_clock import TrustedClock
 from kvtier.tiers.device.tails import Tails, tail_key
 from kvtier.tiers.device.torch_pool import DevicePool
 from kvtier.tiers.protocol import Miss, Tier
+from kvtier.times import Mono
 
 if TYPE_CHECKING:
     import torch
@@ -205,14 +206,14 @@ class PrefixCache:
         self._check_cache(cache, tokens)
         terms = self._terms(retention)
         chain = self._chain(tokens[: cache.get_seq_length()], terms, salt)
-        limit = self._config.deadlines.put if timeout is None else timeout
+        deadline = Mono(self.clock.monotonic() + (self._config.deadlines.put if timeout is None else timeout))
         # Blocks that `fetch` took from below and G1 had no slot for are below still: they need not come again.
         fetched, root = self._fetched.get(cache), self._root(terms, salt)
         below = 0 if fetched is None or fetched.root != root else min(fetched.blocks, len(chain))
-        first, reached = self._chains.keep(chain, terms, limit, partial(self._write, cache), below)
+        first, reached = self._chains.keep(chain, terms, deadline, partial(self._write, cache), below)
         for boundary, taken in self._forwards.boundaries(cache).items():
             if boundary <= reached * self.block_tokens:
-                self._boundaries.keep(chain, boundary, taken, terms, limit)
+                self._boundaries.keep(chain, boundary, taken, terms, deadline)
         if self._tails is not None and reached == len(chain):
             parents = (root, *chain)
             self._keep_tails(self._tails, cache, parents, tokens, replace(terms, ceiling=Depth.G1))
@@ -404,7 +405,7 @@ class PrefixCache:
                 for half, tensor in enumerate((layer.keys, layer.values)):
                     self._kv[slots[0], place, half, :, : len(rest)] = tensor[0, :, length - len(rest) :]
 
-        _, reached = self._chains.keep((key,), terms, 0.0, write)
+        _, reached = self._chains.keep((key,), terms, self.clock.monotonic(), write)
         if reached:
             tails.add(parents[-1], rest, key)
 

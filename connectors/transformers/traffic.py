@@ -54,7 +54,7 @@ class Traffic:
         G1 has space for without a loss."""
         if not self._usable():
             return []
-        slots = self._pool.allocate(self.make_space(len(hit), wait_s=0.0))
+        slots = self._pool.allocate(self.make_space(len(hit)))
         places = [(slot.number, slot.generation) for slot in hit.slots[: len(slots)]]
 
         def late(over: Sequence[tuple[int, Place]], last: bool) -> None:
@@ -93,7 +93,7 @@ class Traffic:
 
     def flush(self, timeout: float) -> Flushed:
         """Offload everything that is dirty, then wait until it is as deep as it may go, or the timeout is over."""
-        deadline = self._clock.monotonic() + timeout
+        deadline = Mono(self._clock.monotonic() + timeout)
         manager = self._cache.manager
         while self._pool.dirty:
             self.follow_purges()
@@ -102,12 +102,12 @@ class Traffic:
                 break
         return self._cache.flush(max(0.0, deadline - self._clock.monotonic()))
 
-    def make_space(self, wanted: int, wait_s: float) -> int:
+    def make_space(self, wanted: int, deadline: Mono | None = None) -> int:
         """How many slots, at most `wanted`, the pool's `allocate` hands out without losing a dirty block.
 
-        Offloads what is in the way as long as the queue below G2 takes it, waiting for that up to `wait_s`.
+        Offloads what is in the way as long as the queue below G2 takes it, waiting for that until `deadline` (None: not).
         """
-        manager, deadline = self._cache.manager, self._clock.monotonic() + wait_s
+        manager = self._cache.manager
         wanted = min(wanted, self._pool.free_blocks)
         while True:
             version = manager.space.version
@@ -115,7 +115,7 @@ class Traffic:
             if clean == wanted:
                 return clean
             if not self._offload(min(wanted, manager.queue_space()), wanted):
-                if not self._wait(deadline, version):
+                if deadline is None or not self._wait(deadline, version):
                     return clean
                 self.follow_purges()
 

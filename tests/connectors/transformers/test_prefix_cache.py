@@ -206,29 +206,6 @@ class TestIdentity:
             turn(prefixes, model, ids, salt="alice")
             assert prefixes.fetch(ids, salt="alice")[1] == 99, "what is made behind it is kept"
 
-    def test_a_purge_under_an_offload_leaves_nothing_of_it(
-        self, config: Any, model: Any, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A store may wait for seconds, and a flush, too: by then G2 may have forgotten the purge, which is over."""
-        ids = prompt(100)
-        with PrefixCache(config(), model, tiers=[], tails=4) as prefixes:
-            for salt in ("alice", "bob"):
-                turn(prefixes, model, ids, salt=salt)
-            pick, purges = prefixes.pool.pick, []
-
-            def late(*arguments: Any, **named: Any) -> Any:
-                picked = pick(*arguments, **named)
-                if not purges:
-                    purges.append(prefixes.cache.purge("alice"))
-                    prefixes.cache.submit(prefixes.cache.manager._purger.forget()).result(10)
-                return picked
-
-            monkeypatch.setattr(prefixes.pool, "pick", late)
-            assert prefixes.flush().pending == 0 and purges and not prefixes.pool.dirty
-            prefixes.pool.evict()
-            assert prefixes.fetch(ids, salt="alice")[1] == 0 and prefixes.fetch(ids, salt="bob")[1] == 96
-            prefixes.check()
-
     def test_a_purge_takes_the_classes_that_were_isolated(self, config: Any, model: Any) -> None:
         ids = prompt(100)
         with PrefixCache(config(), model, tiers=[]) as prefixes:
