@@ -189,9 +189,10 @@ class KVTierSecondaryTier(SecondaryTierManager):
             state.asked = computed
 
     def placed(self, name: str, loaded: int) -> None:
-        """A request runs, and so many tokens are loaded for it."""
+        """A request has its blocks, anew where it was preempted, and takes no more. So many tokens are loaded for it."""
         if (state := self._requests.get(name)) is not None:
             state.placed(loaded)
+            self._end_unspent(state)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         or_fallback(self._arrive, req_context, fallback=None)
@@ -291,8 +292,8 @@ class KVTierSecondaryTier(SecondaryTierManager):
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Copy into vLLM's rows, on a thread, from the blocks that `lookup` found and pinned."""
         state = self._requests.get(job_metadata.req_context.req_id)
-        search = state.search if state is not None else None
-        if search is not None:
+        search = state.search if state is not None and state.search is not None and not state.search.spent else None
+        if search is not None:  # else nothing pins the blocks any more
             search.spent = True
         load = self._jobs.load(job_metadata, lambda: self._load(state, search, job_metadata))
         if search is not None:

@@ -189,6 +189,24 @@ def test_blocks_stay_where_they_are_while_they_are_copied(
     assert stack.idle() == IDLE
 
 
+def test_a_preempted_request_that_runs_again_holds_nothing(make: Callable[..., Stack]) -> None:
+    """vLLM tells only of a request's first start. What it had found, and had no space for, was pinned to its end."""
+    stack, keys = make(), chain(1, 4)
+    stack.keep(keys)
+    stack.forget()
+    assert stack.idle() == IDLE
+    asking = stack.request(keys)
+    for again in (False, True):
+        assert eventually(lambda: stack.tier.lookup(keys[0], asking) is LookupResult.HIT)
+        assert stack.cache.stats()["g2"]["pinned"] == 4
+        stack.tier.placed(asking.req_id, 0)
+        stack.step(new=() if again else (asking.req_id,))
+        assert stack.cache.stats()["g2"]["pinned"] == 0
+        stack.step(preempted=(asking.req_id,))
+    stack.manager.on_request_finished(asking)
+    assert stack.idle() == IDLE
+
+
 def test_what_is_purged_before_its_copy_is_not_stored(
     make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch
 ) -> None:
