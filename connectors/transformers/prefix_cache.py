@@ -59,10 +59,9 @@ _SPILL_AHEAD_FRACTION = 0.25
 
 @dataclass(frozen=True, slots=True)
 class _Fetched:
-    """What a cache object was handed out with: how many blocks were found, and in which chain."""
+    """What a cache object was handed out with: the blocks that were found."""
 
-    blocks: int
-    root: BlockKey
+    keys: tuple[BlockKey, ...]
 
 
 class PrefixCache:
@@ -152,7 +151,6 @@ class PrefixCache:
         """
         tokens = self._row(input_ids, attention_mask)
         terms = self._terms(retention)
-        root = self._root(terms, salt)
         chain = self._chain(tokens, terms, salt)[: (len(tokens) - 1) // self.block_tokens]
         if not self.shape.groups.beside:
             rows, tiers = self._chains.read(chain, timeout)
@@ -162,9 +160,9 @@ class PrefixCache:
         cache, hit = self._cache_of(found), len(found.tiers) * self.block_tokens
         self._account(found, len(tokens))
         if self._tails is not None and self._chains.proven:
-            parent = chain[len(found.tiers) - 1] if found.tiers else root
+            parent = chain[len(found.tiers) - 1] if found.tiers else self._root(terms, salt)
             hit += self._add_tail(self._tails, cache, parent, tokens[hit:-1])
-        self._fetched[cache] = _Fetched(len(found.tiers), root)
+        self._fetched[cache] = _Fetched(chain[: len(found.tiers)])
         self._forwards.follow(cache, tokens[:hit], found.known * self.block_tokens)
         if advance:
             self._forwards.advance(cache, input_ids)
@@ -208,14 +206,14 @@ class PrefixCache:
         chain = self._chain(tokens[: cache.get_seq_length()], terms, salt)
         deadline = Mono(self.clock.monotonic() + (self._config.deadlines.put if timeout is None else timeout))
         # Blocks that `fetch` took from below and G1 had no slot for are below still: they need not come again.
-        fetched, root = self._fetched.get(cache), self._root(terms, salt)
-        below = 0 if fetched is None or fetched.root != root else min(fetched.blocks, len(chain))
+        fetched = self._fetched[cache].keys[: len(chain)] if cache in self._fetched else ()
+        below = len(fetched) if chain[: len(fetched)] == fetched else 0
         first, reached = self._chains.keep(chain, terms, deadline, partial(self._write, cache), below)
         for boundary, taken in self._forwards.boundaries(cache).items():
             if boundary <= reached * self.block_tokens:
                 self._boundaries.keep(chain, boundary, taken, terms, deadline)
         if self._tails is not None and reached == len(chain):
-            parents = (root, *chain)
+            parents = (self._root(terms, salt), *chain)
             self._keep_tails(self._tails, cache, parents, tokens, replace(terms, ceiling=Depth.G1))
         self.step()
         return reached - first

@@ -270,6 +270,17 @@ class TestKept:
             keep(prefixes, output, cache)
             self.same(prefixes, output)
 
+    def test_another_prompt_in_a_cache_that_was_taken_back(self, config: Any, model: Any) -> None:
+        """Its first blocks were taken for those that `fetch` had found, and none was stored."""
+        found, other = prompt(64), prompt(64, seed=8)
+        with PrefixCache(config(), model, tiers=[]) as prefixes:
+            keep(prefixes, generate(model, found, cache := prefixes.fetch(found)[0]), cache)
+            cache, hit = prefixes.fetch(found)
+            cache.crop(-hit)
+            forward(model, cache, other)
+            assert keep(prefixes, other, cache) == 4
+            self.same(prefixes, torch.cat([other, other], dim=1))
+
     @pytest.mark.parametrize("make", [llama, gemma3])
     def test_sampling(self, config: Any, make: Callable[..., Any]) -> None:
         model, ids = make(), prompt(60)
