@@ -101,7 +101,8 @@ class Chains:
     ) -> tuple[int, int]:
         """Confirm the blocks of `chain` in G1: those that it lacks after `write(slots, depth of the first)`, which is
         called without gradients. Blocks before `below` are in a lower tier. Where no slot can be had without a loss,
-        waits for the tiers below until `deadline`. Returns the depth of the first new block, and that behind the last."""
+        waits for the tiers below until `deadline`. Returns the depth of the first new block, and that behind the last.
+        """
         import torch
 
         now = self._clock.read()

@@ -105,7 +105,7 @@ class Traffic:
     def make_space(self, wanted: int, deadline: Mono | None = None) -> int:
         """How many slots, at most `wanted`, the pool's `allocate` hands out without losing a dirty block.
 
-        Offloads what is in the way as long as the queue below G2 takes it, waiting for that until `deadline` (None: not).
+        Offloads what is in the way as long as the queue below G2 takes it; waits until `deadline` for that (None: not).
         """
         manager = self._cache.manager
         wanted = min(wanted, self._pool.free_blocks)

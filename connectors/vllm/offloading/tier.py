@@ -189,7 +189,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
             state.asked = computed
 
     def placed(self, name: str, loaded: int) -> None:
-        """A request has its blocks, anew where it was preempted, and takes no more. So many tokens are loaded for it."""
+        """A request has its blocks, anew where it was preempted, and takes no more: so many tokens are loaded."""
         if (state := self._requests.get(name)) is not None:
             state.placed(loaded)
             self._end_unspent(state)
