@@ -34,6 +34,7 @@ from kvtier.identity.keys import BlockKey, scope_of
 from kvtier.identity.namespace import Namespace
 from kvtier.manager.closing import CANCELLED_S, Flushed
 from kvtier.manager.slices import aside
+from kvtier.manager.work import Work
 from kvtier.named_pins import AsyncNamedPins, NamedPins
 from kvtier.retention.ranges import Wanted
 from kvtier.spans import in_trace
@@ -205,6 +206,7 @@ class Cache(Face):
         start: int = 0,
         timeout: float | None = None,
         request_id: str = "",
+        work: Work | None = None,
     ) -> int:
         """Store blocks; returns how many of them, from `start` on, are in the cache now.
 
@@ -212,10 +214,11 @@ class Cache(Face):
         copied before this returns. `retention` is a class of the configuration, or `(start, stop, class)` per range of
         the request's tokens. With `wait`, waits for space in the queues to the lower tiers until `timeout` seconds
         (deadlines.put); without, blocks that find no space stay in G2 only, or are refused, newest and deepest first.
-        The account of `request_id` counts stored blocks. Raises InvalidRequest, and then nothing was stored.
+        The account of `request_id` counts stored blocks. `work` began when the bytes were ready (None: now): a purge
+        since then ends the put. Raises InvalidRequest, and then nothing was stored.
         """
         self._require_process()
-        work = self.manager.hierarchy.begin()
+        work = work or self.manager.hierarchy.begin()
         put = self._put(keys, buffers, retention, start=start, wait=wait, request_id=request_id, work=work)
         deadline = self._deadline(timeout, self.config.deadlines.put)
         try:

@@ -120,17 +120,17 @@ class Boundaries:
         boundary: int,
         taken: Sequence[Sequence[torch.Tensor]],
         terms: Terms,
-        wait_s: float,
+        deadline: Mono,
     ) -> bool:
         """Keep what the groups beside the full one held at a boundary (`LayerGroups.take`): all of it, or none. Returns
-        whether it is kept; `chain` is, up to there. `wait_s`: see `Chains.keep`."""
+        whether it is kept; `chain` is, up to there. `deadline`: see `Chains.keep`."""
         keys = tuple(self._keys(chain, boundary // self._block_tokens))
         rows = self._groups.pack(taken, self._pool.block_bytes)
 
         def write(slots: Sequence[int], start: int) -> None:
             self._pool.rows[slots] = rows[start : start + len(slots)]
 
-        _, reached = self._chains.keep(keys, terms, wait_s, write)
+        _, reached = self._chains.keep(keys, terms, deadline, write)
         if reached < len(keys):
             self._pool.evict(keys)
         return reached == len(keys)

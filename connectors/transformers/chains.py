@@ -46,13 +46,14 @@ class Chains:
         the cache's accounts."""
         import torch
 
-        now = self._clock.read()
+        now, limit_s = self._clock.read(), self._cache.config.deadlines.get if timeout is None else timeout
+        deadline = Mono(self._clock.monotonic() + limit_s)
         slots = self._pool.pin(chain, now.serve, now.stamp) if self.proven else []
         tiers = ["g1"] * len(slots)
         parts: list[list[int] | torch.Tensor] = [list(slots)]  # slots, or rows that G1 has no slot for; in order
         try:
             while True:
-                with self._get(chain, len(tiers), timeout, counted) as hit:
+                with self._get(chain, len(tiers), deadline, counted) as hit:
                     onboarded = self._traffic.onboard(chain, len(tiers), hit)
                     slots += onboarded
                     parts += [onboarded, *map(self._from_host, hit.blocks[len(onboarded) :])]
@@ -64,15 +65,13 @@ class Chains:
         finally:
             self._pool.free(slots)
 
-    def _get(self, chain: Sequence[BlockKey], start: int, timeout: float | None, counted: bool) -> Hit:
+    def _get(self, chain: Sequence[BlockKey], start: int, deadline: Mono, counted: bool) -> Hit:
         if counted:
-            return self._cache.get(chain, timeout, start=start)
+            return self._cache.get(chain, max(0.0, deadline - self._clock.monotonic()), start=start)
         manager = self._cache.manager
         lease = manager.pin(chain, start)
         if len(lease) < len(chain) - start and manager.lower:
             lease.release()
-            limit_s = self._cache.config.deadlines.get if timeout is None else timeout
-            deadline = Mono(self._clock.monotonic() + limit_s)
             promoted = self.ask(manager.promote(chain, deadline, start, referenced=True), deadline, None)
             lease = manager.pin(chain, start) if promoted is None else promoted
         return Hit(lease, Account())
@@ -96,13 +95,14 @@ class Chains:
         self,
         chain: Sequence[BlockKey],
         terms: Terms,
-        wait_s: float,
+        deadline: Mono,
         write: Callable[[Sequence[int], int], None],
         below: int = 0,
     ) -> tuple[int, int]:
         """Confirm the blocks of `chain` in G1: those that it lacks after `write(slots, depth of the first)`, which is
         called without gradients. Blocks before `below` are in a lower tier. Where no slot can be had without a loss,
-        waits for the tiers below up to `wait_s`. Returns the depth of the first new block, and that behind the last."""
+        waits for the tiers below until `deadline`. Returns the depth of the first new block, and that behind the last.
+        """
         import torch
 
         now = self._clock.read()
@@ -114,7 +114,7 @@ class Chains:
         finally:
             self._pool.free(known)
         first = start = max(len(known), below)
-        while start < len(chain) and (count := self._traffic.make_space(len(chain) - start, wait_s)):
+        while start < len(chain) and (count := self._traffic.make_space(len(chain) - start, deadline)):
             slots = self._pool.allocate(count)
             try:
                 with torch.no_grad():  # the pool would keep what the passes computed for them

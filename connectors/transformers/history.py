@@ -1,8 +1,9 @@
 """The tokens that a cache holds the KV of, as forward passes gave them, and why that KV may be another one.
 
 Blocks are named by tokens, so a cache is kept only where its KV is that of the tokens it is named by: computed in
-passes that ended, over these tokens, each at its own position, with nothing masked. All of this shows where a pass
-begins. Nothing is read back from the device before the cache is kept.
+passes that ended, over these tokens, each at its own position, with nothing masked, and given nothing else that may
+change it: an argument that is not known counts. All of this shows where a pass begins. Nothing is read back from the
+device before the cache is kept.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ if TYPE_CHECKING:
 
 _MASKED = "a pass over it masked tokens as padding"
 _SHORT = "a pass over it had an attention mask for fewer tokens than there were, and the latest were masked"
-_ATTENTION = ("is_causal", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_NEUTRAL = frozenset(
+    {
+        "input_ids", "past_key_values", "use_cache", "attention_mask", "position_ids", "cache_position", "labels",
+        "logits_to_keep", "num_items_in_batch", "output_attentions", "output_hidden_states", "output_router_logits",
+        "return_dict",
+    }
+)  # fmt: skip
+"""Arguments of a pass that are looked at by themselves, or change what it returns and not its KV."""
+_MEDIA = "a pass over it was told that tokens stand for images, videos or sound"
 _MOVED = "a pass over it gave tokens other positions than their own"
 
 
@@ -61,19 +70,24 @@ class TokenHistory:
         """A pass over so many tokens, behind `length` others, has these arguments."""
         import torch
 
-        mask, places = named.get("attention_mask"), named.get("position_ids")
+        mask = named.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.ndim == 2:
             self._doubt(_MASKED, ~mask.bool().all())
             if mask.shape[-1] < length + tokens:
                 self.spoil(_SHORT)
         elif mask is not None:
             self.spoil("a pass over it had an attention mask of its own form")
-        for name in _ATTENTION:
-            if named.get(name) is not None and named[name] is not True:
-                self.spoil(f"a pass over it was told by `{name}` which tokens attend to which")
-        if isinstance(places, torch.Tensor):
-            own = torch.arange(length, length + tokens, device=places.device)
-            self._doubt(_MOVED, (places != own).any() if places.shape[-1] == tokens else own.new_ones(()).bool())
+        for name, value in named.items():
+            if value is None or name in _NEUTRAL or (name == "is_causal" and value is True):
+                continue
+            if name == "mm_token_type_ids" and isinstance(value, torch.Tensor):
+                self._doubt(_MEDIA, value.any())  # zeros say that all of it is text
+            else:
+                self.spoil(f"a pass over it was given `{name}`, which may change its KV")
+        for places in (named.get("position_ids"), named.get("cache_position")):
+            if isinstance(places, torch.Tensor):
+                own = torch.arange(length, length + tokens, device=places.device)
+                self._doubt(_MOVED, (places != own).any() if places.shape[-1] == tokens else own.new_ones(()).bool())
 
     def ended(self, length: int) -> None:
         """The pass has ended, and left so many tokens in the cache."""

@@ -48,6 +48,7 @@ from kvtier.retention.trusted_clock import TrustedClock
 from kvtier.tiers.device.tails import Tails, tail_key
 from kvtier.tiers.device.torch_pool import DevicePool
 from kvtier.tiers.protocol import Miss, Tier
+from kvtier.times import Mono
 
 if TYPE_CHECKING:
     import torch
@@ -58,10 +59,9 @@ _SPILL_AHEAD_FRACTION = 0.25
 
 @dataclass(frozen=True, slots=True)
 class _Fetched:
-    """What a cache object was handed out with: how many blocks were found, and in which chain."""
+    """What a cache object was handed out with: the blocks that were found."""
 
-    blocks: int
-    root: BlockKey
+    keys: tuple[BlockKey, ...]
 
 
 class PrefixCache:
@@ -117,8 +117,7 @@ class PrefixCache:
             raise
         self.pool.on_lost = partial(self.cache.manager.lost, why=Miss.SPILL_LOST)
         self._purges = Purges()
-        self._follow_purges()
-        self._traffic = Traffic(self.pool, self.cache, self.clock)
+        self._traffic = Traffic(self.pool, self.cache, self.clock, self._drop_purged)
         self._chains = Chains(self.pool, self.cache, self._traffic, self.clock)
         groups = self.shape.groups
         self._boundaries = Boundaries(groups, block_tokens, self.pool, self.cache, self._chains, self.clock)
@@ -152,7 +151,6 @@ class PrefixCache:
         """
         tokens = self._row(input_ids, attention_mask)
         terms = self._terms(retention)
-        root = self._root(terms, salt)
         chain = self._chain(tokens, terms, salt)[: (len(tokens) - 1) // self.block_tokens]
         if not self.shape.groups.beside:
             rows, tiers = self._chains.read(chain, timeout)
@@ -162,9 +160,9 @@ class PrefixCache:
         cache, hit = self._cache_of(found), len(found.tiers) * self.block_tokens
         self._account(found, len(tokens))
         if self._tails is not None and self._chains.proven:
-            parent = chain[len(found.tiers) - 1] if found.tiers else root
+            parent = chain[len(found.tiers) - 1] if found.tiers else self._root(terms, salt)
             hit += self._add_tail(self._tails, cache, parent, tokens[hit:-1])
-        self._fetched[cache] = _Fetched(len(found.tiers), root)
+        self._fetched[cache] = _Fetched(chain[: len(found.tiers)])
         self._forwards.follow(cache, tokens[:hit], found.known * self.block_tokens)
         if advance:
             self._forwards.advance(cache, input_ids)
@@ -206,16 +204,16 @@ class PrefixCache:
         self._check_cache(cache, tokens)
         terms = self._terms(retention)
         chain = self._chain(tokens[: cache.get_seq_length()], terms, salt)
-        limit = self._config.deadlines.put if timeout is None else timeout
+        deadline = Mono(self.clock.monotonic() + (self._config.deadlines.put if timeout is None else timeout))
         # Blocks that `fetch` took from below and G1 had no slot for are below still: they need not come again.
-        fetched, root = self._fetched.get(cache), self._root(terms, salt)
-        below = 0 if fetched is None or fetched.root != root else min(fetched.blocks, len(chain))
-        first, reached = self._chains.keep(chain, terms, limit, partial(self._write, cache), below)
+        fetched = self._fetched[cache].keys[: len(chain)] if cache in self._fetched else ()
+        below = len(fetched) if chain[: len(fetched)] == fetched else 0
+        first, reached = self._chains.keep(chain, terms, deadline, partial(self._write, cache), below)
         for boundary, taken in self._forwards.boundaries(cache).items():
             if boundary <= reached * self.block_tokens:
-                self._boundaries.keep(chain, boundary, taken, terms, limit)
+                self._boundaries.keep(chain, boundary, taken, terms, deadline)
         if self._tails is not None and reached == len(chain):
-            parents = (root, *chain)
+            parents = (self._root(terms, salt), *chain)
             self._keep_tails(self._tails, cache, parents, tokens, replace(terms, ceiling=Depth.G1))
         self.step()
         return reached - first
@@ -227,12 +225,10 @@ class PrefixCache:
 
         `store` ends with one; call it when idle, too. Never waits. Returns how many blocks were copied.
         """
-        self._follow_purges()
         return self._traffic.step()
 
     def flush(self, timeout: float | None = None) -> Flushed:
         """Offload everything that is dirty, then wait until it is as deep as it may go, or the timeout is over."""
-        self._follow_purges()
         return self._traffic.flush(self._config.deadlines.flush if timeout is None else timeout)
 
     # --- the rest ----------------------------------------------------------------------------------------------
@@ -244,9 +240,9 @@ class PrefixCache:
         try:
             return self.cache.purge(salt)
         finally:
-            self._follow_purges()
+            self._traffic.follow_purges()
 
-    def _follow_purges(self) -> None:
+    def _drop_purged(self) -> None:
         """Drop what G1 has of tenants that were purged elsewhere, and what a time stamped that was given up since,
         before anything of it is served or stored."""
         self._purges.take_to(self._forget, self.cache.manager)
@@ -327,7 +323,7 @@ class PrefixCache:
             raise InvalidRequest(f"token ids of shape {tuple(ids.shape)}: pass one row [1, tokens], a batch row by row")
         if mask is not None and (mask.shape != ids.shape or not bool(mask.all())):
             raise InvalidRequest("the attention mask must be all ones: KV behind padding is not this prompt's KV")
-        self._follow_purges()
+        self._traffic.follow_purges()
         tokens = ids[0].cpu().numpy()
         for media, name in self._media.items():
             if (tokens == media).any():
@@ -407,7 +403,7 @@ class PrefixCache:
                 for half, tensor in enumerate((layer.keys, layer.values)):
                     self._kv[slots[0], place, half, :, : len(rest)] = tensor[0, :, length - len(rest) :]
 
-        _, reached = self._chains.keep((key,), terms, 0.0, write)
+        _, reached = self._chains.keep((key,), terms, self.clock.monotonic(), write)
         if reached:
             tails.add(parents[-1], rest, key)
 

@@ -36,13 +36,18 @@ class ModelAdapters:
         ]
         return [_plain(active() if callable(active) else active), layers]
 
+    def hooks(self) -> list[list[int]]:
+        """The hooks of each layer that has adapters. PEFT hands rows their own adapters (`adapter_names`) through one,
+        for a single call."""
+        return [list(layer._forward_pre_hooks) for _, layer in self._layers]
+
 
 class Settled:
     """A model as it was when this was made."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._adapters = model, ModelAdapters(model)
-        self._were, self._precision = self._adapters.now(), precision(model)
+        self._were, self._hooks, self._precision = self._adapters.now(), self._adapters.hooks(), precision(model)
         self._attention = _attention_of(model)
         self._versions = [(weakref.ref(tensor), tensor._version) for tensor in _counted(model)]
 
@@ -52,7 +57,7 @@ class Settled:
             return "under another autocast than the model was opened with"
         if _attention_of(self._model) != self._attention:
             return "with another attention implementation than the model was opened with"
-        if self._adapters.now() != self._were:
+        if self._adapters.now() != self._were or self._adapters.hooks() != self._hooks:
             return "with other adapters than the model was opened with"
         return ""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import attrgetter
 
@@ -35,10 +35,17 @@ _STEP_BYTES = 64 << 20
 class Traffic:
     """See the module. One owner thread, the pool's. `pool` is attached to the arena of `cache`."""
 
-    def __init__(self, pool: DevicePool, cache: Cache, clock: Clock) -> None:
-        self._pool, self._cache, self._clock = pool, cache, clock
+    def __init__(self, pool: DevicePool, cache: Cache, clock: Clock, drop_purged: Callable[[], None]) -> None:
+        """`drop_purged` drops what the pool has of tenants that were purged until now."""
+        self._pool, self._cache, self._clock, self._drop_purged = pool, cache, clock, drop_purged
+        self.follow_purges()
         self._lost = False  # a copy did not end; see _lose
         self._failing = False  # the device refused, or failed, one of the latest copies
+
+    def follow_purges(self) -> None:
+        """Drop what was purged until now. What is purged from now on is not offloaded until the next call drops it."""
+        self._work = self._cache.manager.hierarchy.begin()
+        self._drop_purged()
 
     # --- in ----------------------------------------------------------------------------------------------------
 
@@ -47,7 +54,7 @@ class Traffic:
         G1 has space for without a loss."""
         if not self._usable():
             return []
-        slots = self._pool.allocate(self.make_space(len(hit), wait_s=0.0))
+        slots = self._pool.allocate(self.make_space(len(hit)))
         places = [(slot.number, slot.generation) for slot in hit.slots[: len(slots)]]
 
         def late(over: Sequence[tuple[int, Place]], last: bool) -> None:
@@ -80,33 +87,37 @@ class Traffic:
     def step(self) -> int:
         """Copy out what G1 is about to hand out, then what has been dirty for too long, at most 64 MiB of it. Never
         waits. Returns how many blocks were copied."""
+        self.follow_purges()
         limit = max(1, _STEP_BYTES // self._pool.block_bytes)
         return self._offload(min(limit, self._cache.manager.queue_space()), self._pool.horizon)
 
     def flush(self, timeout: float) -> Flushed:
         """Offload everything that is dirty, then wait until it is as deep as it may go, or the timeout is over."""
-        deadline = self._clock.monotonic() + timeout
+        deadline = Mono(self._clock.monotonic() + timeout)
         manager = self._cache.manager
         while self._pool.dirty:
+            self.follow_purges()
             version = manager.space.version
             if not self._offload(manager.queue_space(), self._pool.blocks) and not self._wait(deadline, version):
                 break
         return self._cache.flush(max(0.0, deadline - self._clock.monotonic()))
 
-    def make_space(self, wanted: int, wait_s: float) -> int:
+    def make_space(self, wanted: int, deadline: Mono | None = None) -> int:
         """How many slots, at most `wanted`, the pool's `allocate` hands out without losing a dirty block.
 
-        Offloads what is in the way as long as the queue below G2 takes it, waiting for that up to `wait_s`.
+        Offloads what is in the way as long as the queue below G2 takes it; waits until `deadline` for that (None: not).
         """
-        manager, deadline = self._cache.manager, self._clock.monotonic() + wait_s
+        manager = self._cache.manager
         wanted = min(wanted, self._pool.free_blocks)
         while True:
             version = manager.space.version
             clean = self._pool.clean_ahead(wanted)
             if clean == wanted:
                 return clean
-            if not self._offload(min(wanted, manager.queue_space()), wanted) and not self._wait(deadline, version):
-                return clean
+            if not self._offload(min(wanted, manager.queue_space()), wanted):
+                if deadline is None or not self._wait(deadline, version):
+                    return clean
+                self.follow_purges()
 
     def _wait(self, deadline: Mono, version: int) -> bool:
         """Until there may be space below that there was not at version `version` of `space`; False at the deadline, and
@@ -147,7 +158,8 @@ class Traffic:
         manager, chain, start = self._cache.manager, run[0].chain, run[0].depth
         there, ended = 0, True
         try:
-            slots, reached = manager.reserve(chain, start, start + len(run), _terms_of(self._pool.life(run[0].slot)))
+            terms = _terms_of(self._pool.life(run[0].slot))
+            slots, reached = manager.reserve(chain, start, start + len(run), terms, work=self._work)
             places = [(slot.number, slot.generation) for slot in slots]
             given = dict(zip(places, slots, strict=True))
 

@@ -68,10 +68,12 @@ class Search:
     def end(self) -> None:
         """Release its blocks, but for those that are being copied: the copy does that at its end. The promotion's bytes
         stay in G2 if it was nearly done. Idempotent."""
-        self.promoted.abandon()
-        if self.lease is not None and not self.spent:
-            self.lease.release()
+        if self.spent:
+            return
         self.spent = True
+        self.promoted.abandon()  # which releases its lease
+        if self.lease is not None:
+            self.lease.release()
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +93,8 @@ class TierRequest:
     chain: list[BlockKey] = field(default_factory=list)
     search: Search | None = None
     searches: int = 0
-    stale: bool = False  # it runs with blocks of old weights and of new ones
+    over: bool = False  # vLLM has ended it, and may still hand on what it computed
+    stale: bool = False  # nothing more is read or kept of it: it runs with blocks of old weights and of new ones
 
     def placed(self, loaded: int) -> None:
         """It runs, and so many tokens are loaded for it."""

@@ -14,12 +14,9 @@ below ever touches vLLM's memory. Settings: docs/vllm.md.
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
-import queue
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from vllm.config.vllm import get_current_vllm_config_or_none
@@ -42,6 +39,7 @@ from kvtier.connectors.counters import EVENTS, TOKENS_READ, Growth, tokens_by_ti
 from kvtier.connectors.fallback import falls_back_to, or_fallback
 from kvtier.connectors.feedback import Feedback
 from kvtier.connectors.identity import engine_keys, namespace_of_weights
+from kvtier.connectors.purges import Purges
 from kvtier.connectors.runs import runs_of
 from kvtier.connectors.settings import Reader, Settings, seconds
 from kvtier.connectors.startup import start_line
@@ -49,6 +47,7 @@ from kvtier.connectors.tier_figures import TierGrowth
 from kvtier.connectors.vllm import compat
 from kvtier.connectors.vllm.cache import SchedulerCache
 from kvtier.connectors.vllm.offloading.identity import tier_namespace
+from kvtier.connectors.vllm.offloading.jobs import Jobs
 from kvtier.connectors.vllm.offloading.metrics import add_figures, definitions
 from kvtier.connectors.vllm.offloading.requests import GROUP_BYTES, Search, TierRequest
 from kvtier.connectors.vllm.offloading.rows import Placed, Rows
@@ -56,8 +55,9 @@ from kvtier.connectors.vllm.requests import RequestReader
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.events import Change, Events
 from kvtier.identity.hashing import HASH_BYTES
-from kvtier.identity.keys import BlockKey
+from kvtier.identity.keys import BlockKey, Scope, tenant_of
 from kvtier.identity.namespace import Namespace
+from kvtier.manager.work import Work
 from kvtier.tiers.host.slot import Slot
 
 log = logging.getLogger(__name__)
@@ -114,11 +114,8 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._feedback = Feedback(namespace.block_tokens, config.retention.hints)
         self._clock = SystemClock()
         self._requests: dict[str, TierRequest] = {}
-        self._results: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
-        self._under_way: set[concurrent.futures.Future[None]] = set()
+        self._purges = Purges()
         self._hurry = False  # the engine waits for the stores
-        self._loads = concurrent.futures.ThreadPoolExecutor(1, "kvtier-load")
-        self._stores = concurrent.futures.ThreadPoolExecutor(1, "kvtier-store")
         self.counters: Counter[tuple[str, str]] = Counter()  # (metric, label) → count
         self._growth: Growth[tuple[str, str]] = Growth()
         self._figures = TierGrowth(lambda: {} if self._cache is None else self._cache.stats(), self._clock)
@@ -130,6 +127,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._caches.open()
         self._next: Namespace | None = None  # of weights that the workers have already
         self._rows = Rows(primary_kv_view)
+        self._jobs = Jobs(self._rows.row_bytes)
         log.info("%s", start_line(self._cache, namespace))
 
     @property
@@ -179,6 +177,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         state = self._requests.get(request.request_id)
         if state is None:
             return {}
+        state.over = True
         held, reread = state.held // self._block_tokens, state.read - state.first
         return self._feedback.of(
             state.name, state.scope, state.control, state.prompt, state.read, state.wishes, held, reread
@@ -190,9 +189,10 @@ class KVTierSecondaryTier(SecondaryTierManager):
             state.asked = computed
 
     def placed(self, name: str, loaded: int) -> None:
-        """A request runs, and so many tokens are loaded for it."""
+        """A request has its blocks, anew where it was preempted, and takes no more: so many tokens are loaded."""
         if (state := self._requests.get(name)) is not None:
             state.placed(loaded)
+            self._end_unspent(state)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         or_fallback(self._arrive, req_context, fallback=None)
@@ -259,6 +259,8 @@ class KVTierSecondaryTier(SecondaryTierManager):
 
     @falls_back_to(None)
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        if (cache := self._cache) is not None:
+            self._purges.take_to(self._forget, cache.manager)
         for name in context.new_req_ids:  # it has its blocks, and takes no more
             self._end_unspent(self._requests.get(name))
         for name in context.preempted_req_ids:  # it starts anew
@@ -290,10 +292,10 @@ class KVTierSecondaryTier(SecondaryTierManager):
     def submit_load(self, job_metadata: TransferJob) -> None:
         """Copy into vLLM's rows, on a thread, from the blocks that `lookup` found and pinned."""
         state = self._requests.get(job_metadata.req_context.req_id)
-        search = state.search if state is not None else None
-        if search is not None:
+        search = state.search if state is not None and state.search is not None and not state.search.spent else None
+        if search is not None:  # else nothing pins the blocks any more
             search.spent = True
-        load = self._start(self._loads, job_metadata, lambda: self._load(state, search, job_metadata))
+        load = self._jobs.load(job_metadata, lambda: self._load(state, search, job_metadata))
         if search is not None:
             search.load = load
 
@@ -301,36 +303,25 @@ class KVTierSecondaryTier(SecondaryTierManager):
         """Copy out of vLLM's rows into G2, on a thread; what lies deeper is written behind."""
         state = self._requests.get(job_metadata.req_context.req_id)
         chain: list[BlockKey] = []
+        work = or_fallback(self._begin, fallback=None)  # a purge from now on holds for it, however long it waits
         if state is not None and state.control.store and not state.stale:
             known = or_fallback(state.chain_of, job_metadata.req_context, self._block_tokens, fallback=chain)
             chain = list(known)
-        self._start(self._stores, job_metadata, lambda: self._store(state, chain, self._placed(job_metadata)))
+        self._jobs.store(job_metadata, lambda: self._store(state, chain, self._placed(job_metadata), work))
 
-    def _start(
-        self,
-        thread: concurrent.futures.ThreadPoolExecutor,
-        job: TransferJob,
-        move: Callable[[], list[bytes]],
-    ) -> concurrent.futures.Future[None]:
-        """Run a job's move, and report it in any case: until then vLLM's rows are pinned."""
+    def _begin(self) -> Work | None:
+        """The work of a job that begins now; None without a cache. Follows the purges before it."""
+        if (cache := self._cache) is None:
+            return None
+        work = cache.manager.hierarchy.begin()
+        self._purges.take_to(self._forget, cache.manager)
+        return work
 
-        def run() -> None:
-            began = time.monotonic()
-            good = or_fallback(move, fallback=list[bytes]())
-            self._results.put(
-                JobResult(
-                    job.job_id,
-                    len(good) == len(job.keys),
-                    tuple(good) if good and job.is_promotion else None,
-                    time.monotonic() - began,
-                    len(good) * self._rows.row_bytes,
-                )
-            )
-
-        future = thread.submit(run)
-        self._under_way.add(future)
-        future.add_done_callback(self._under_way.discard)
-        return future
+    def _forget(self, tenants: set[Scope]) -> None:
+        """These are purged: blocks of requests that are over, which vLLM hands on later, would come back."""
+        for state in self._requests.values():
+            if state.over and tenant_of(state.scope) in tenants:
+                self._give_up(state)
 
     def _placed(self, job: TransferJob) -> list[Placed]:
         places = zip(job.keys, job.chunk_ids, strict=True)
@@ -362,32 +353,31 @@ class KVTierSecondaryTier(SecondaryTierManager):
         search.served = len(good) == len(placed)
         return good
 
-    def _store(self, state: TierRequest | None, chain: list[BlockKey], placed: list[Placed]) -> list[bytes]:
+    def _store(
+        self, state: TierRequest | None, chain: list[BlockKey], placed: list[Placed], work: Work | None
+    ) -> list[bytes]:
         """Returns all keys: a block that finds no space is no failure of the job."""
         cache = self._cache
-        if state is not None and cache is not None and chain:
+        if state is not None and cache is not None and work is not None and chain:
             for run in runs_of(sorted(placed, key=lambda item: item.depth), lambda item: (chain, item.depth)):
                 stop = run[-1].depth + 1
                 timeout = 0.0 if self._hurry else self._store_wait_s
                 with self._rows.read([item.row for item in run]) as buffers:
-                    taken = cache.put(chain[:stop], buffers, state.control.request, start=run[0].depth, timeout=timeout)
+                    terms, start = state.control.request, run[0].depth
+                    taken = cache.put(chain[:stop], buffers, terms, start=start, timeout=timeout, work=work)
                 self.counters[_EVENTS, "blocks_stored"] += taken
                 self.counters[_EVENTS, "stores_without_room"] += len(run) - taken
         return [item.key for item in placed]
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        while True:
-            try:
-                yield self._results.get_nowait()
-            except queue.Empty:
-                return
+        return self._jobs.finished()
 
     def drain_jobs(self) -> None:
         """Wait for the copies; the one that waits for space goes on for `store_wait` at most. vLLM calls this when it
         resets its caches, which may mean new weights: nothing stored until now may be found again (unless
         `keep_on_reset`)."""
         self._hurry = True
-        concurrent.futures.wait(list(self._under_way))
+        self._jobs.wait()
         self._hurry = False
         for state in self._requests.values():
             self._give_up(state)
@@ -428,8 +418,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
     def shutdown(self) -> None:
         """Finish the copies, flush within `flush_timeout`, and allow vLLM to unmap its memory."""
         self._hurry = True
-        for thread in (self._loads, self._stores):
-            thread.shutdown(wait=True)
+        self._jobs.close()
         for state in self._requests.values():
             if state.search is not None:
                 or_fallback(state.search.end, fallback=None)

@@ -10,7 +10,16 @@ import pytest
 
 import kvtier
 from kvtier.connectors.transformers import PrefixCache
-from tests.connectors.transformers.support.models import computed, gemma3, generate, held, llama, prompt, qwen3_next
+from tests.connectors.transformers.support.models import (
+    computed,
+    gemma3,
+    generate,
+    gpt2,
+    held,
+    llama,
+    prompt,
+    qwen3_next,
+)
 
 torch = pytest.importorskip("torch")
 
@@ -129,6 +138,27 @@ class TestRefused:
             refused(prefixes, ids, cache, reason)
 
     @pytest.mark.parametrize(
+        "beside", [lambda ids: ids % 2, torch.zeros_like, lambda ids: ids.flip(1)], ids=["two kinds", "zeros", "all"]
+    )
+    def test_embeddings_beside_the_tokens(self, config: Any, beside: Callable[[Any], Any]) -> None:
+        """GPT-2 adds the embeddings of `token_type_ids`, those of zeros, too."""
+        model, ids = gpt2(), prompt(40)
+        with PrefixCache(config(), model, tiers=[]) as prefixes:
+            cache, _ = prefixes.fetch(ids)
+            ones = torch.ones_like(ids)
+            options = {"token_type_ids": beside(ids), "max_new_tokens": 4, "do_sample": False}
+            output = model.generate(ids, attention_mask=ones, past_key_values=cache, **options)
+            assert not torch.allclose(cache.layers[0].keys[:, :, :40], computed(model, ids, [40]).layers[0].keys)
+            refused(prefixes, output, cache, "token_type_ids")
+
+    def test_an_argument_that_is_not_known(self, config: Any, model: Any) -> None:
+        ids = prompt(40)
+        with PrefixCache(config(), model, tiers=[]) as prefixes:
+            cache, _ = prefixes.fetch(ids)
+            forward(model, cache, ids, of_a_later_release=torch.ones(1))
+            refused(prefixes, ids, cache, "of_a_later_release")
+
+    @pytest.mark.parametrize(
         ("arguments", "reason"),
         [
             ((torch.tensor([[0] * 3 + [1] * 37]),), "padding"),
@@ -240,6 +270,17 @@ class TestKept:
             keep(prefixes, output, cache)
             self.same(prefixes, output)
 
+    def test_another_prompt_in_a_cache_that_was_taken_back(self, config: Any, model: Any) -> None:
+        """Its first blocks were taken for those that `fetch` had found, and none was stored."""
+        found, other = prompt(64), prompt(64, seed=8)
+        with PrefixCache(config(), model, tiers=[]) as prefixes:
+            keep(prefixes, generate(model, found, cache := prefixes.fetch(found)[0]), cache)
+            cache, hit = prefixes.fetch(found)
+            cache.crop(-hit)
+            forward(model, cache, other)
+            assert keep(prefixes, other, cache) == 4
+            self.same(prefixes, torch.cat([other, other], dim=1))
+
     @pytest.mark.parametrize("make", [llama, gemma3])
     def test_sampling(self, config: Any, make: Callable[..., Any]) -> None:
         model, ids = make(), prompt(60)
@@ -251,6 +292,16 @@ class TestKept:
             output = model.generate(ids, attention_mask=ones, past_key_values=cache, max_new_tokens=24, **options)
             keep(prefixes, output, cache)
             self.same(prefixes, output)
+
+    def test_arguments_that_change_no_kv(self, config: Any, model: Any) -> None:
+        ids = prompt(48)
+        options = {"mm_token_type_ids": torch.zeros_like(ids), "output_hidden_states": True, "is_causal": True,
+                   "labels": ids, "cache_position": torch.arange(48)}  # fmt: skip
+        with PrefixCache(config(), model, tiers=[]) as prefixes:
+            cache, _ = prefixes.fetch(ids)
+            forward(model, cache, ids, **options)
+            keep(prefixes, ids, cache)
+            self.same(prefixes, torch.cat([ids, ids], dim=1))
 
     @pytest.mark.parametrize("make", [llama, gemma3])
     def test_two_requests_whose_passes_alternate(self, config: Any, make: Callable[..., Any]) -> None:

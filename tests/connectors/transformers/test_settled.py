@@ -33,6 +33,18 @@ def another_adapter(model: Any) -> Any:
 
 
 @contextmanager
+def adapters_by_row(model: Any) -> Any:
+    """As PEFT's `generate(…, adapter_names=["b"])`, whose layers look at neither of the two above."""
+
+    def inject(_layer: Any, args: Any, named: dict[str, Any]) -> Any:
+        return (args[0] * 1.01, *args[1:]), named
+
+    hook = model.model.layers[1].self_attn.q_proj.register_forward_pre_hook(inject, with_kwargs=True)
+    yield
+    hook.remove()
+
+
+@contextmanager
 def another_attention(model: Any) -> Any:
     model.set_attn_implementation("eager")
     yield
@@ -46,7 +58,7 @@ def adapted() -> Any:
     return model
 
 
-@pytest.mark.parametrize("changed", [adapters_off, another_adapter, another_attention])
+@pytest.mark.parametrize("changed", [adapters_off, another_adapter, adapters_by_row, another_attention])
 def test_adapters_and_attention_that_are_switched(
     config: Any, changed: Callable[[Any], AbstractContextManager[None]]
 ) -> None:

@@ -26,6 +26,15 @@ def llama(dtype: Any = None, attention: str = "sdpa", seed: int = 0, **options: 
     return model if dtype is None else model.to(dtype)
 
 
+def gpt2(seed: int = 0) -> Any:
+    """Learned positions, and embeddings of `token_type_ids` that are added to those of the tokens."""
+    config = transformers.GPT2Config(
+        vocab_size=512, n_positions=2048, n_embd=128, n_layer=4, n_head=4, initializer_range=0.2,
+        attn_implementation="sdpa", bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return _small("GPT2LMHeadModel", config, seed)
+
+
 def gemma3(seed: int = 0, **options: Any) -> Any:
     """Two layers with a window of 40 tokens, two of full attention; RoPE of two kinds."""
     base: dict[str, Any] = {

@@ -151,15 +151,18 @@ def test_a_copy_under_way_is_waited_for(make: Callable[..., Stack], monkeypatch:
     stack.manager.on_request_finished(asking)
 
 
+@pytest.mark.parametrize("promoted", [False, True])
 @pytest.mark.parametrize("ends", ["preempted", "given up"])
 def test_blocks_stay_where_they_are_while_they_are_copied(
-    make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch, ends: str
+    make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch, ends: str, promoted: bool
 ) -> None:
     """Their request lost its own blocks meanwhile, or its adapter turned out to be another one."""
     stack, keys = make(), chain(1, 2)
     stack.keep(keys)
     stack.forget()
     assert stack.idle() == IDLE
+    if promoted:
+        assert stack.cache.evict("g2") == 2
     asking, begun, gate = stack.request(keys), threading.Event(), threading.Event()
     stack.tier._requests[asking.req_id].adapter = (7, "lora:old")
     stack.tier.told({7: "lora:old"})
@@ -183,6 +186,62 @@ def test_blocks_stay_where_they_are_while_they_are_copied(
     (told,) = finished(stack)
     assert told.success and [row.tobytes() for row in stack.rows()[:2]] == [payload(key) for key in keys]
     stack.manager.on_request_finished(asking)
+    assert stack.idle() == IDLE
+
+
+def test_a_preempted_request_that_runs_again_holds_nothing(make: Callable[..., Stack]) -> None:
+    """vLLM tells only of a request's first start. What it had found, and had no space for, was pinned to its end."""
+    stack, keys = make(), chain(1, 4)
+    stack.keep(keys)
+    stack.forget()
+    assert stack.idle() == IDLE
+    asking = stack.request(keys)
+    for again in (False, True):
+        assert eventually(lambda: stack.tier.lookup(keys[0], asking) is LookupResult.HIT)
+        assert stack.cache.stats()["g2"]["pinned"] == 4
+        stack.tier.placed(asking.req_id, 0)
+        stack.step(new=() if again else (asking.req_id,))
+        assert stack.cache.stats()["g2"]["pinned"] == 0
+        stack.step(preempted=(asking.req_id,))
+    stack.manager.on_request_finished(asking)
+    assert stack.idle() == IDLE
+
+
+def test_what_is_purged_before_its_copy_is_not_stored(
+    make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies wait for one another, each up to `store_wait`: their blocks came back behind the purge, for good."""
+    stack, keys, gate = make(), chain(1, 2), threading.Event()
+    plain = stack.tier._store
+    monkeypatch.setattr(stack.tier, "_store", lambda *job: gate.wait(30) and plain(*job))
+    context = stack.request(keys)
+    stack.store(context, keys)
+    stack.manager.on_request_finished(context)
+    stack.cache.purge()
+    stack.cache.submit(stack.cache.manager._purger.forget()).result(10)
+    gate.set()
+    stack.settle()
+    stack.forget()
+    assert stack.found(keys) == 0
+    stack.keep(keys)
+    stack.forget()
+    assert stack.found(keys) == 2, "what is made behind it is kept"
+    assert stack.idle() == IDLE
+
+
+def test_what_a_request_left_before_a_purge_is_not_stored_when_vllm_hands_it_on(make: Callable[..., Stack]) -> None:
+    stack, left, going_on = make(), chain(1, 2), chain(2, 2)
+    over, running = stack.request(left), stack.request(going_on)
+    stack.step()
+    stack.tier.answer_to(SimpleNamespace(request_id=over.req_id))
+    stack.cache.purge()
+    stack.store(over, left)
+    stack.store(running, going_on)
+    for context in (over, running):
+        stack.manager.on_request_finished(context)
+    stack.settle()
+    stack.forget()
+    assert stack.found(left) == 0 and stack.found(going_on) == 2
     assert stack.idle() == IDLE
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import sys
 import time
 from pathlib import Path
@@ -54,7 +53,7 @@ class TierHost(engine_host.Host):
 
     def flush(self) -> dict[str, Any]:
         self.settle()
-        concurrent.futures.wait(list(self.tier._under_way))  # what is on its way to the cache, too
+        self.tier._jobs.wait()  # what is on its way to the cache, too
         return super().flush()
 
     def purge(self, salt: str) -> int:
