@@ -120,6 +120,10 @@ class Content:
         return bytes(self.certain)
 
 
+def _is_there(path: Path, inode: int) -> bool:
+    return path.exists() and path.stat().st_ino == inode
+
+
 def _pages(span: range) -> range:
     return range(span.start // PAGE, -(-span.stop // PAGE))
 
@@ -201,7 +205,7 @@ class Drive:
 
     def damage(self) -> None:
         """In a segment a bit flips in half of the blocks."""
-        slabs = [(path, content) for path, content in self._slabs() if path.exists()]
+        slabs = self._slabs()
         if not slabs:
             return
         path, content = self._rng.choice(slabs)
@@ -220,7 +224,7 @@ class Drive:
         """No process runs. What is not certain is lost, or not."""
         for inode, content in sorted(self._contents.items(), key=lambda item: self._paths[item[0]]):
             path = self._paths[inode]
-            if content.loose and path.exists() and path.stat().st_ino == inode:
+            if content.loose and _is_there(path, inode):
                 path.write_bytes(content.after_loss(self._rng))
         for folder in sorted(self._new):
             names = self._new[folder]
@@ -233,8 +237,10 @@ class Drive:
         return sum(path.stat().st_size for path in sorted(self.folder.glob("g3/slab/*")))
 
     def _slabs(self) -> list[tuple[Path, Content]]:
-        found = [(self._paths[inode], content) for inode, content in self._contents.items()]
-        return sorted(((path, one) for path, one in found if path.suffix == ".slab"), key=lambda pair: pair[0])
+        """Those that are there: a name that a loss of power took may be another file's by now."""
+        found = [(self._paths[inode], inode, content) for inode, content in self._contents.items()]
+        there = [(path, one) for path, inode, one in found if path.suffix == ".slab" and _is_there(path, inode)]
+        return sorted(there, key=lambda pair: pair[0])
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
