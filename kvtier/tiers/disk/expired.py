@@ -37,7 +37,7 @@ class ExpiredScan:
                     purged[scoped] = purged_until(txn, scoped)
                 if len(raw) < SPAN.size:
                     continue  # damaged: left to the next read of it
-                ends, mark = SPAN.unpack_from(raw)
+                ends, mark, _last_use = SPAN.unpack_from(raw)
                 if ends < wall_s - EXPIRED_FOR_S or mark <= purged[scoped]:
                     found.append(name)
         return found
