@@ -26,6 +26,7 @@ from kvtier.retention.terms import Depth
 from kvtier.tiers.disk.allocator import Promise, promises_in
 from kvtier.tiers.disk.bad_places import bad_places
 from kvtier.tiers.disk.class_worth import ClassWorth, step_of, worths_in
+from kvtier.tiers.disk.expired import is_over
 from kvtier.tiers.disk.extents import Extent, clear_slots, keeps_more
 from kvtier.tiers.disk.geometry import Geometry, geometry_in
 from kvtier.tiers.disk.gifts import Gift, gifts
@@ -410,7 +411,7 @@ def lodge(txn: WriteTxn, writes: Iterable[SlotReservation]) -> None:
 
 def _must_stay(txn: WriteTxn, name: bytes, entry: Entry, priority: int, wall_s: Wall) -> bool:
     """Whether a block does not leave for one of that priority."""
-    dear = priority_in(entry.rank) > priority and txn.is_servable(name, entry, wall_s)
+    dear = priority_in(entry.rank) > priority and not is_over(txn, name, entry, wall_s)
     return dear or txn.must_stay(name, wall_s)
 
 
@@ -424,4 +425,4 @@ def _entry(index: Index, txn: Any, name: bytes) -> Entry | None:
 
 def _is_live(index: Index, txn: Any, name: bytes, wall_s: Wall) -> bool:
     entry = _entry(index, txn, name)
-    return entry is not None and entry.life.servable(Depth.G3, wall_s)
+    return entry is not None and entry.life.ends(Depth.G3) >= wall_s  # as in `is_over`

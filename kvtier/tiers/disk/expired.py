@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvtier.retention.terms import Depth
 from kvtier.tiers.disk.index import Index
 from kvtier.tiers.disk.purged import purged_until
-from kvtier.tiers.disk.records import SCOPED_BYTES, SPAN
+from kvtier.tiers.disk.records import SCOPED_BYTES, SPAN, Entry
 from kvtier.tiers.disk.write_txn import WriteTxn
 from kvtier.times import Wall
 
@@ -37,10 +38,16 @@ class ExpiredScan:
                     purged[scoped] = purged_until(txn, scoped)
                 if len(raw) < SPAN.size:
                     continue  # damaged: left to the next read of it
-                ends, mark = SPAN.unpack_from(raw)
+                ends, mark, _last_use = SPAN.unpack_from(raw)
                 if ends < wall_s - EXPIRED_FOR_S or mark <= purged[scoped]:
                     found.append(name)
         return found
+
+
+def is_over(txn: WriteTxn, name: bytes, entry: Entry, deletion_s: Wall) -> bool:
+    """Whether the block is purged, or expired by a time for deletions: -inf while the clock is in doubt, when nothing
+    could be served yet, but nothing is known to be expired either."""
+    return entry.life.ends(Depth.G3) < deletion_s or txn.purged.covers(name, entry.mark)
 
 
 def remove_expired(txn: WriteTxn, names: Sequence[bytes], wall_s: Wall) -> int:
@@ -49,5 +56,5 @@ def remove_expired(txn: WriteTxn, names: Sequence[bytes], wall_s: Wall) -> int:
     for name in names:
         entry = txn.find(name)
         if entry is not None and not txn.must_stay(name, wall_s):
-            count += not txn.is_servable(name, entry, wall_s) and txn.drop(name)
+            count += is_over(txn, name, entry, wall_s) and txn.drop(name)
     return count

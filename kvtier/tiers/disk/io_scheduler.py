@@ -111,7 +111,7 @@ class IOScheduler:
         batch = IOBatch(jobs, self._cancel)
         with self._lock:
             most = self._threads_max if queue is self._reads else self._writes_at_once() - self._writing
-            wanted = min(len(jobs), most)  # those that run now come to the others
+            wanted = min(len(jobs), max(0, most))  # those that run now come to the others
             self._start(wanted)
             if first:
                 queue.appendleft(batch)

@@ -14,6 +14,7 @@ When all are used they become one: namespace and scope 0, the latest of their ti
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import struct
@@ -44,20 +45,17 @@ class PurgeLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd = -1
+        self._fd = -1  # until the file is there
+        self._closed = False
         self._prepared = False  # whether the file is whole and durable, as far as this process knows
         self._lock = threading.Lock()
         self._seen: tuple[bytes, dict[bytes, Wall]] = b"", {}  # a header, and what was there after it was read
-        with contextlib.suppress(OSError):
-            self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def prepare(self) -> None:
         """Make the file, unless it is there, and durable: who made it may have ended before. Raises OSError."""
-        with self._lock:
+        with self._held(os.O_CREAT):
             if self._prepared:
                 return
-            if self._fd < 0:
-                self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             missing = max(0, RECORDS * _RECORD.size - os.fstat(self._fd).st_size)
             os.pwrite(self._fd, bytes(missing), RECORDS * _RECORD.size - missing)
             os.fsync(self._fd)
@@ -65,9 +63,14 @@ class PurgeLog:
             self._prepared = True
 
     def pending(self) -> Mapping[bytes, Wall]:
-        """Purges that may not be in the index yet. One small read where nothing changed. Raises OSError."""
+        """Purges that may not be in the index yet. One small read where nothing changed. Raises OSError: where the file
+        cannot be opened, nobody knows what is purged."""
         if self._fd < 0:
-            return {}
+            try:
+                with self._held():
+                    pass
+            except FileNotFoundError:  # another process may make it at any time
+                return {}
         header = os.pread(self._fd, _HEADER.size, 0)
         seen, found = self._seen
         if header != seen:
@@ -78,36 +81,58 @@ class PurgeLog:
     def record(self, scoped: bytes, until: Wall) -> None:
         """Blocks of namespace ‖ scope that were born until then are dead, durably. Raises OSError or TierTimeout."""
         self.prepare()
-        with self._locked():
-            used = {place: (name, time) for place, name, time in self._records()}
-            place = next((place for place, (name, _) in used.items() if name == scoped), 0)
-            if place:  # written anew if it says enough: it is not durable if a sync failed, or has not ended
-                until = max(until, used[place][1])
-            place = place or next((place for place in range(1, RECORDS) if place not in used), 0)
-            if not place:
-                scoped, until, place = ALL, max(until, *(time for _, time in used.values())), 1
-            os.pwrite(self._fd, _encoded(scoped, until), place * _RECORD.size)
-            if scoped == ALL:
-                os.fsync(self._fd)  # before those that it replaces are gone
-                os.pwrite(self._fd, bytes((RECORDS - 2) * _RECORD.size), 2 * _RECORD.size)
-            self._changed()
-        os.fsync(self._fd)
+        with self._held():
+            with self._alone():
+                used = {place: (name, time) for place, name, time in self._records()}
+                place = next((place for place, (name, _) in used.items() if name == scoped), 0)
+                if place:  # written anew if it says enough: it is not durable if a sync failed, or has not ended
+                    until = max(until, used[place][1])
+                place = place or next((place for place in range(1, RECORDS) if place not in used), 0)
+                if not place:
+                    scoped, until, place = ALL, max(until, *(time for _, time in used.values())), 1
+                os.pwrite(self._fd, _encoded(scoped, until), place * _RECORD.size)
+                if scoped == ALL:
+                    os.fsync(self._fd)  # before those that it replaces are gone
+                    os.pwrite(self._fd, bytes((RECORDS - 2) * _RECORD.size), 2 * _RECORD.size)
+                self._changed()
+            os.fsync(self._fd)
 
     def settle(self, purges: Mapping[bytes, Wall]) -> None:
         """Forget these: the index has them, durably. Raises OSError or TierTimeout."""
         if not purges:
             return
-        with self._locked():
+        with self._held(), self._alone():
             for place, scoped, until in self._records():
                 if scoped in purges and until <= purges[scoped]:
                     os.pwrite(self._fd, bytes(_RECORD.size), place * _RECORD.size)
             self._changed()
 
     def close(self) -> None:
-        """Idempotent."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd, self._prepared = -1, False
+        """Idempotent; what comes later raises OSError. Never blocks: a verb that is under way ends with the file."""
+        self._closed = True
+        self._close_unused()
+
+    @contextlib.contextmanager
+    def _held(self, flags: int = 0) -> Iterator[None]:
+        """While inside, the file is open, and stays so for this thread alone: closed meanwhile, its descriptor might be
+        another file's. Raises OSError."""
+        try:
+            with self._lock:
+                if self._closed:
+                    raise OSError(errno.EBADF, "it is closed", str(self._path))
+                if self._fd < 0:
+                    self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+                yield
+        finally:
+            self._close_unused()
+
+    def _close_unused(self) -> None:
+        """Close the file once that is wanted and no thread holds it; one that does comes here after it."""
+        if self._closed and self._lock.acquire(blocking=False):
+            fd, self._fd = self._fd, -1
+            self._lock.release()
+            if fd >= 0:
+                os.close(fd)
 
     def _records(self) -> Iterator[tuple[int, bytes, Wall]]:
         """(place, namespace ‖ scope, time) of each record that passes its check."""
@@ -123,23 +148,22 @@ class PurgeLog:
         os.pwrite(self._fd, head + xxhash.xxh3_64_intdigest(head).to_bytes(8, "little"), 0)
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Alone among threads and processes."""
+    def _alone(self) -> Iterator[None]:
+        """Alone among processes, too. Inside of `_held`."""
         end = time.monotonic() + LOCK_TIMEOUT_S
-        with self._lock:
-            while True:
-                try:
-                    fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > end:
-                        detail = f"{self._path} is locked by a process that stands still"
-                        raise TierTimeout("g3", "purge", detail) from None
-                    time.sleep(_POLL_S)
+        while True:
             try:
-                yield
-            finally:
-                fcntl.flock(self._fd, fcntl.LOCK_UN)
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    detail = f"{self._path} is locked by a process that stands still"
+                    raise TierTimeout("g3", "purge", detail) from None
+                time.sleep(_POLL_S)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
 
 
 def _encoded(scoped: bytes, until: Wall) -> bytes:

@@ -16,7 +16,6 @@ from kvtier.encryption import DataKey
 from kvtier.errors import CorruptError, TierTimeout
 from kvtier.identity.keys import BlockKey, Scope
 from kvtier.retention.lifetime import FUTURE_S
-from kvtier.retention.marks import POSITIONS
 from kvtier.retention.terms import Depth
 from kvtier.tiers.data_keys import load
 from kvtier.tiers.disk.encryption import Encryption, decrypt, key_miss_of, scope_in_name
@@ -213,12 +212,12 @@ def miss_of(name: bytes, raw: bytes | None, purged_until: Wall, touches: Touches
     purge."""
     if raw is None or len(raw) < SPAN.size:
         return Miss.ABSENT
-    ends, mark = SPAN.unpack_from(raw)
+    ends, mark, last_use = SPAN.unpack_from(raw)
     if mark <= purged_until:
         return Miss.PURGED
-    if wall_s <= ends and (mark <= wall_s + FUTURE_S or mark >= POSITIONS):
+    if wall_s <= ends and last_use <= wall_s + FUTURE_S:
         return None
-    try:  # it looks expired; but it may have uses that are not in the index yet
+    try:  # it looks expired, or made by a clock ahead; but it may have uses that are not in the index yet
         alive = life_after(Entry.decode(name, raw).life, touches.of(name)).servable(Depth.G3, wall_s)
     except CorruptError:
         alive = False

@@ -75,8 +75,8 @@ _RESERVED = struct.Struct(f"<QQI{OWNER_BYTES}s")
 _COUNTERS = struct.Struct("<QQQQI")
 TIME = struct.Struct("<d")
 
-SPAN = struct.Struct("<dd")
-"""The first two fields of an entry, (ends, mark): all that a lookup needs."""
+SPAN = struct.Struct(f"<dd{_BODY.size - 16}xd")
+"""The fields of an entry that a lookup needs: (ends, mark, last use). No stamp was made after the last use."""
 
 ENTRY_BYTES_MIN = _BODY.size + LIFETIME_BYTES_MIN + _CHECK.size
 

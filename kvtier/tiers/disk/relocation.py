@@ -24,6 +24,7 @@ from itertools import islice
 from typing import Any
 
 from kvtier import checksum
+from kvtier.tiers.disk.expired import is_over
 from kvtier.tiers.disk.extents import Extent, keeps_more
 from kvtier.tiers.disk.guests import guests_from, is_guest
 from kvtier.tiers.disk.index import Index
@@ -189,11 +190,11 @@ def _is_misplaced(txn: Any, segment: int, place: Extent) -> bool:
 
 
 def begin_relocations(txn: WriteTxn, names: Sequence[bytes], wall_s: Wall) -> list[Relocation]:
-    """Reserve other slots for those of `names` that are guests and may be served, as far as there are any."""
+    """Reserve other slots for those of `names` that are guests and not over, as far as there are any."""
     found: list[Relocation] = []
     for name in names:
         entry = txn.find(name)
-        if entry is None or not txn.segments.guests.has(entry) or not txn.is_servable(name, entry, wall_s):
+        if entry is None or not txn.segments.guests.has(entry) or is_over(txn, name, entry, wall_s):
             continue
         to = txn.reserve_other(name, entry, wall_s)
         if to is None:

@@ -113,7 +113,7 @@ class Slab:
         self._size_of = size_of
         self._calls = calls
         self._files: OrderedDict[int, _File] = OrderedDict()
-        self._named: set[int] = set()  # segments whose names this process knows to be durable
+        self._named: dict[int, tuple[int, int]] = {}  # by segment, the file whose name is durable, as far as known here
         self._lock = threading.Lock()
         self._local = threading.local()
 
@@ -176,7 +176,7 @@ class Slab:
     def _forget(self, segment: int) -> None:
         """The segment's file is gone."""
         with self._lock:
-            self._named.discard(segment)
+            self._named.pop(segment, None)
             if (file := self._files.pop(segment, None)) is not None:
                 self._close_unused(segment, file)
 
@@ -253,6 +253,7 @@ class Slab:
             file.place = status.st_dev, status.st_ino
             size = self._size_of(segment)
             if status.st_size < size:
+                self._named.pop(segment, None)  # it may be new, and have the number of one that was removed
                 with contextlib.suppress(OSError):
                     (path.parent / DRAFT).unlink()  # the draft of this very segment comes too late
                 try:
@@ -261,9 +262,9 @@ class Slab:
                     os.ftruncate(file.fd, status.st_size)  # give back the part that was allocated
                     raise
                 os.fsync(file.fd)
-            if segment not in self._named:  # the process that made the file may not have synced its name yet
+            if self._named.get(segment) != file.place:  # the process that made it may not have synced its name yet
                 sync_directory(path.parent)
-                self._named.add(segment)
+                self._named[segment] = file.place
         except BaseException:
             self._close(file.fd)
             raise

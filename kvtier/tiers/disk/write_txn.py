@@ -438,7 +438,7 @@ class WriteTxn:
                     self.order.remove(key)  # a row without a block behind it
                     continue
                 entry = self._entries.read(name) if priority_in(rank) > priority else None
-                if entry is not None and entry.life.servable(Depth.G3, self._wall_s):
+                if entry is not None and entry.life.ends(Depth.G3) >= self._wall_s:  # as in `expired.is_over`
                     return None
             except CorruptError:
                 pass

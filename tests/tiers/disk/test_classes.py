@@ -19,6 +19,7 @@ from kvtier.tiers.disk.records import SlotReservation
 from kvtier.tiers.disk.slab import Calls
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.protocol import Stored
+from kvtier.times import Wall
 from tests.tiers.disk.support.bad_medium import BadMedium
 from tests.tiers.disk.support.store import get, opened, put
 
@@ -144,6 +145,17 @@ async def test_no_class_takes_what_is_worth_more(tmp_path: Path, terms: Terms, r
         await fill(small, FULL_SMALL, DEAR)
         assert (await put(large, keys(LARGE, 1), terms=terms)) == [result]
         assert (resident(small, FULL_SMALL) == len(FULL_SMALL)) == (result is Stored.FULL)
+
+
+async def test_what_is_worth_more_stays_while_the_clock_is_in_doubt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the time for deletions, which is none then, it was not made yet, and so it did not seem to live."""
+    monkeypatch.setattr(DiskTier, "_expired_by", lambda _: Wall("-inf"))
+    async with both(tmp_path / "g3") as (small, large):
+        await fill(small, FULL_SMALL, DEAR)
+        assert await put(large, keys(LARGE, 1)) == [Stored.FULL]
+        assert resident(small, FULL_SMALL) == len(FULL_SMALL)
 
 
 async def test_one_block_that_is_used_keeps_no_other_class_out(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing import chain_of, payload_of, sample_namespace, verification_off
+from kvtier.tiers.disk import slab as slab_files
 from kvtier.tiers.disk.layout import Layout
 from kvtier.tiers.disk.records import SHORT_FORMAT
+from kvtier.tiers.disk.slab import Slab, SystemCalls
 from kvtier.tiers.protocol import Miss, Stored
 from tests.tiers.disk.support.damage import DAMAGES, REPLACEMENTS, flip, truncate
 from tests.tiers.disk.support.store import BLOCK, get, opened, put, slabs
@@ -169,6 +171,27 @@ async def test_a_flipped_bit_of_the_index_file_never_serves_wrong_bytes(tmp_path
 @pytest.mark.parametrize("first", range(100, 500, 50))
 async def test_many_flipped_bits_of_the_index_file_never_serve_wrong_bytes(tmp_path: Path, first: int) -> None:
     await _flip_index(tmp_path, range(first, first + 50))
+
+
+@pytest.mark.parametrize("is_open", [True, False], ids=["open", "closed"])
+def test_the_name_of_a_slab_file_that_is_made_anew_is_durable(
+    is_open: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken for that of the file before, which a store that shrank had removed: a loss of power took the new one
+    with all its blocks."""
+    (tmp_path / "slab").mkdir()
+    synced = list[Path]()
+    monkeypatch.setattr(slab_files, "sync_directory", synced.append)
+    monkeypatch.setattr(slab_files, "OPEN_FILES_MAX", 2 if is_open else 1)
+    slab, block = Slab([tmp_path], lambda segment: BLOCK, SystemCalls()), memoryview(bytes(BLOCK))
+    for segment in (0, 1, 0):
+        slab.write(segment, 0, [block])
+    assert len(synced) == 2, "each name once"
+    slab.write(1, 0, [block])
+    slab.path_of(0).unlink()
+    slab.write(0, 0, [block])
+    slab.close()
+    assert len(synced) == 3
 
 
 async def test_a_slab_file_that_is_removed_under_a_running_process_is_made_anew(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from kvtier.identity.keys import BlockKey
 from kvtier.retention.terms import PRIORITY, Terms
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
+from kvtier.tiers.disk.records import slot_class
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.protocol import Loaded, Stored, Target
 from tests.tiers.disk.support.store import BLOCK, FAR_S, opened, put
@@ -55,6 +56,16 @@ async def test_nothing_leaves_for_what_is_worth_less(tmp_path: Path) -> None:
         assert (here(tier, chain(0)), here(tier, chain(1))) == (0, 6), "among equals, the least recent"
         clock.advance(61)
         assert await put(tier, chain(2), terms=CHEAP, parents=True) == [Stored.STORED] * 6, "the dead are worth nothing"
+
+
+async def test_nothing_leaves_for_it_in_a_transaction_that_knows_no_time_either(tmp_path: Path) -> None:
+    """As the one that replaces slots which failed, or a copy while the clock is in doubt: by that time nothing was made
+    yet, so nothing seemed to live."""
+    async with opened(tmp_path / "g3", 12) as tier:
+        await put(tier, chain(0), terms=DEAR, parents=True)
+        await put(tier, chain(1), terms=DEAR, parents=True)
+        assert await tier._store.submit(lambda txn: txn.reserve_slots(slot_class(BLOCK), 1)).result() == []
+        assert here(tier, chain(0)) == here(tier, chain(1)) == 6
 
 
 async def test_the_least_worth_goes_first_however_recent(tmp_path: Path) -> None:

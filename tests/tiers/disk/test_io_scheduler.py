@@ -180,6 +180,24 @@ async def test_work_that_comes_before_a_woken_thread_wakes_has_another_one(sched
     await stuck.wait()
 
 
+async def test_a_read_behind_more_writes_than_run_beside_reads_has_a_thread(scheduler: IOScheduler) -> None:
+    """Each write or sync that came while too many writes ran counted as threads that are idle, and reads after it were
+    left to those: they waited for a write to end."""
+    jobs = Jobs()
+    writes = scheduler.write([jobs.make("write")] * WRITERS)
+    await jobs.until(WRITERS)
+    first = scheduler.read([jobs.make("read")])
+    await jobs.until(WRITERS + 1)
+    scheduler.sync(lambda: None)  # beside a read one write would begin at a time
+    second = scheduler.read([lambda: None])
+    try:
+        await asyncio.wait_for(second.wait(), 10)
+    finally:
+        jobs.finish()
+    await first.wait()
+    await writes.wait()
+
+
 async def test_writes_go_in_smaller_pieces_beside_reads_and_in_larger_ones_where_none_came_for_long(
     scheduler: IOScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,6 +172,48 @@ def test_a_reader_that_is_overtaken_hides_no_purge(tmp_path: Path) -> None:
     assert len(log.pending()) == 2, "a purge is not seen"
 
 
+def test_a_log_that_cannot_be_opened_is_no_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that was opened anew when there was no descriptor to spare served what had been purged."""
+    PurgeLog(tmp_path / "PURGES").record(b"x" * 48, Wall(3))
+
+    def no_descriptor(*_: Any) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    with monkeypatch.context() as busy:
+        busy.setattr(os, "open", no_descriptor)
+        log = PurgeLog(tmp_path / "PURGES")
+        with pytest.raises(OSError, match="too many"):
+            log.pending()
+    assert log.pending() == {b"x" * 48: 3.0}
+
+
+def test_a_log_that_another_process_makes_later_is_read(tmp_path: Path) -> None:
+    log = PurgeLog(tmp_path / "PURGES")
+    assert log.pending() == {}
+    PurgeLog(tmp_path / "PURGES").record(b"x" * 48, Wall(3))
+    assert log.pending() == {b"x" * 48: 3.0}
+
+
+def test_a_log_that_is_closed_under_a_purge_stays_open_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descriptor might be another file's by then, into which the record was written."""
+    log, descriptors = PurgeLog(tmp_path / "PURGES"), list[int]()
+    log.prepare()
+    write, fd = os.pwrite, log._fd
+
+    def close_first(to: int, data: bytes, offset: int) -> int:
+        log.close()
+        descriptors.append(to)
+        return write(to, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", close_first)
+    log.record(b"x" * 48, Wall(3))
+    monkeypatch.undo()
+    assert set(descriptors) == {fd} and log._fd < 0
+    with pytest.raises(OSError, match="closed"):
+        log.record(b"x" * 48, Wall(4))
+    assert PurgeLog(tmp_path / "PURGES").pending() == {b"x" * 48: 3.0}
+
+
 def test_a_full_log_covers_the_whole_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(purge_log, "RECORDS", 5)
     log = PurgeLog(tmp_path / "PURGES")

@@ -103,6 +103,14 @@ def test_an_entry_keeps_the_position_that_its_block_was_taken_at(position: int) 
     assert miss_of(NAME, raw_of(NOW, position), mark_below(position + 1), Touches(), NOW) is Miss.PURGED
 
 
-def test_a_block_that_a_clock_ahead_made_is_not_served() -> None:
-    assert miss_of(NAME, raw_of(Wall(NOW + FUTURE_S)), NEVER, Touches(), NOW) is None
-    assert miss_of(NAME, raw_of(Wall(NOW + FUTURE_S + 1)), NEVER, Touches(), NOW) is Miss.EXPIRED
+@pytest.mark.parametrize("position", [0, 5])
+def test_a_block_that_a_clock_ahead_made_is_not_served(position: int) -> None:
+    """Nor where a position in the purge log, and no time, is its mark: it lived for as long as the clock was ahead."""
+    assert miss_of(NAME, raw_of(Wall(NOW + FUTURE_S), position), NEVER, Touches(), NOW) is None
+    assert miss_of(NAME, raw_of(Wall(NOW + FUTURE_S + 1), position), NEVER, Touches(), NOW) is Miss.EXPIRED
+
+
+def test_a_block_that_only_a_use_dates_ahead_is_served() -> None:
+    life = Lifetime.of(BUILTIN["24h"], NOW).used(Wall(NOW + FUTURE_S + 1))
+    raw = Entry(7, 0, 0, BLOCK, 0, 9, bytes(16), life).encode(NAME, short=True)
+    assert miss_of(NAME, raw, NEVER, Touches(), NOW) is None
