@@ -270,9 +270,9 @@ class Confirmer:
         self._tokens.clear()
         under_way = [span.track for spans in (*(spans for _, spans in self._steps), self._spans) for span in spans]
         for track in {id(track): track for track in [*self._tracks.values(), *under_way]}.values():
-            track.trusted = track.load_begin = track.loaded = track.confirmed = 0
+            track.trusted = track.reach = track.load_begin = track.loaded = track.confirmed = 0
             track.void_until = max(track.void_until, self._last)
-            track.open = -1
+            track.open = track.due = -1
 
     def complete(self, step: int, known: Callable[[Track], int]) -> list[Confirmed]:
         """Everything up to `step` has run. `known(track)` are the tokens whose KV a completed step can have left:
