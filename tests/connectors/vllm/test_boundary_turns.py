@@ -65,6 +65,31 @@ def test_a_turn_that_takes_back_a_token_leaves_no_boundary_under_its_name(
 
 
 @PLANNED
+@pytest.mark.parametrize("kind", [{}, WINDOWS], ids=["plain", "windows"])
+def test_an_engine_whose_sessions_all_wait_for_input_copies_all_that_is_left(
+    make: Make, kind: dict[str, Any], asynchronous: bool
+) -> None:
+    """It may wait for hours, and be stopped meanwhile."""
+    engine = make(**kind, async_scheduling=asynchronous)
+    asked = prompt(6, 57)
+    for more in ([], [7] * 40):  # each time that it falls idle
+        turn(engine, more or asked, 2)
+        other = engine.add(prompt(7, 50 + len(more)), 2)
+        while other in engine.scheduler.requests:
+            engine.step()
+        steps = 0
+        while engine.busy:
+            assert (steps := steps + 1) < 1000, "it does not sleep"
+            engine.step()
+        assert not engine.half._stores and not (engine.half._held if kind else None), "nothing is left"
+        assert engine.cache.manager.prefix(engine.half._requests["talk"].track.chain[:7]) == 7
+    turn(engine, [8], 2)
+    engine.abort("talk")
+    engine.run()
+    engine.check()
+
+
+@PLANNED
 def test_a_turn_in_many_chunks_keeps_the_end_of_its_prompt(make: Make, asynchronous: bool) -> None:
     engine = make(**WINDOWS, async_scheduling=asynchronous, max_num_batched_tokens=16)
     first, second = prompt(4, 63), prompt(5, 70)
