@@ -426,7 +426,10 @@ class SchedulerHalf:
 
     def reset(self, to: Namespace | None = None) -> bool:
         """The engine announced new weights, or has them: go on in the namespace `to`."""
+        before = self._caches.namespace
         self._caches.rotate(to)
+        if self._caches.namespace != before:
+            self._confirmer.forget()  # the engine may have kept blocks that older weights filled
         if self._events is not None:
             self._events.clear()
         self._stores.clear()

@@ -89,6 +89,28 @@ def test_an_engine_whose_sessions_all_wait_for_input_copies_all_that_is_left(
     engine.check()
 
 
+@pytest.mark.parametrize("kind", [{}, WINDOWS], ids=["plain", "windows"])
+def test_what_was_computed_before_a_reset_is_not_stored_behind_it(make: Make, kind: dict[str, Any]) -> None:
+    """The engine cannot reset its own cache while a request runs, and goes on serving what it has. The connector is
+    told all the same, and goes on in another namespace: the reset may have meant new weights."""
+    engine = make(**kind, connector={"in_step_bytes": "1B"})
+    asked = prompt(8, 60)
+    engine.add(prompt(9, 30), 40, "runs")
+    engine.add(asked, 2, "before")
+    while "before" in engine.scheduler.requests:
+        engine.step()
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert engine.half._caches.join(20)
+    engine.run()
+    for more in (0, 30):
+        name = engine.add([*asked, *prompt(10, more)], 2)
+        engine.run()
+        assert engine.reads[name] >= 48, "the control: found in the engine's own cache"
+    assert warm(engine, [*asked, *prompt(10, 30)]) == 0, "nothing of before is stored"
+    assert warm(engine, [*asked, *prompt(10, 30)]) >= 80, "the control"
+    engine.check()
+
+
 @PLANNED
 def test_a_turn_in_many_chunks_keeps_the_end_of_its_prompt(make: Make, asynchronous: bool) -> None:
     engine = make(**WINDOWS, async_scheduling=asynchronous, max_num_batched_tokens=16)
