@@ -139,6 +139,29 @@ def test_a_load_that_failed_is_not_offered_again_to_its_request(make: Make) -> N
     engine.check()
 
 
+@pytest.mark.parametrize("within", [False, True])
+def test_a_load_that_went_wrong_here_spoils_no_block_of_others(
+    make: Make, monkeypatch: pytest.MonkeyPatch, within: bool
+) -> None:
+    """The blocks that the engine found itself hold what they should. Whoever shares them would compute them anew."""
+    engine = make(in_step_bytes=within * (16 << 20))
+    longer = [*PROMPT, *range(20)]
+    stored(engine, longer)
+    engine.add("runs", PROMPT, wanted=30)
+    engine.step()
+    shared = {block.block_id for block in engine.requests["runs"].blocks}
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.half._loads, "plan", lambda *arguments: 1 / 0)
+        engine.add("loads", longer)
+        (load,) = engine.step().loads
+    assert load.in_step == within and load.moves.blocks and not load.moves.slots, "the control"
+    assert not shared.intersection(load.moves.blocks)
+    assert engine.half.counters["load_failures"] == len(load.moves.blocks)
+    engine.run()
+    assert engine.misled == ["loads"] * within and not engine.half.counters["spill_lost"]
+    engine.check()
+
+
 def test_while_a_rank_cannot_reach_the_arena_nothing_is_offered_or_stored(make: Make) -> None:
     engine = make()
     stored(engine, PROMPT)
