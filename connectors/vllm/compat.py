@@ -119,6 +119,11 @@ def computed(request: Any) -> int:
     return int(min(request.num_tokens - 1, done))
 
 
+def waits_for_input(request: Any) -> bool:
+    """Whether it is a session that has ended a turn, and has no next one yet."""
+    return getattr(getattr(request, "status", None), "name", "") == "WAITING_FOR_STREAMING_REQ"
+
+
 def holds_blocks(request: Any) -> bool:
     """Whether the engine has not taken back all blocks of the request: it begins anew then."""
     return bool(request.num_computed_tokens)
@@ -394,20 +399,6 @@ def kind_of(kv_cache_config: Any) -> str | None:
     except ImportError:
         return None
     return str(get_kv_cache_spec_kind(kv_cache_config.kv_cache_groups[0].kv_cache_spec).value)
-
-
-def hit_sources(tiers: Mapping[str, int]) -> dict[Any, int]:
-    """Tokens by tier under vLLM's own labels; {} where this release has none."""
-    try:
-        from vllm.v1.metrics.cache_hit_source import CacheHitSource
-    except ImportError:
-        return {}
-    labels = {"g2": CacheHitSource.HOST, "g3": CacheHitSource.DISK}
-    out: dict[Any, int] = {}
-    for tier, count in tiers.items():
-        label = labels.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
-        out[label] = out.get(label, 0) + count
-    return out
 
 
 def on_gpu(vllm_config: Any) -> bool:

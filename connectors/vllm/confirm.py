@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from operator import is_
 from typing import Any, NamedTuple, Protocol
 
@@ -50,6 +51,7 @@ class Track:
     name: str
     request: Any  # the engine's object
     chain: Chain
+    adapter: str = ""  # name of the one that it is computed with
     table: list[int] = field(default_factory=list)
     trusted: int = 0  # leading tokens whose KV is computed or loaded, completed, and right
     reach: int = 0  # `trusted`, and the drafts that were planned behind it
@@ -126,7 +128,7 @@ class Confirmer:
         self._tracks: dict[str, Track] = {}
         self._steps: deque[tuple[int, list[Span]]] = deque()
         self._spans: list[Span] = []  # of the step that is being planned
-        self._tokens: dict[int, Token] = {}  # by confirmed block
+        self._tokens: dict[int, tuple[Token, str]] = {}  # by confirmed block, with the adapter that filled it
         self._last = -1
 
     def start(self, track: Track) -> None:
@@ -159,7 +161,7 @@ class Confirmer:
         known = [block for block in blocks if block in self._tokens]
         if not known:
             return []
-        lasting = self.lasting(known, [self._tokens[block] for block in known])
+        lasting = self.lasting(known, [self._tokens[block][0] for block in known])
         stale = [block for block, lasts in zip(known, lasting, strict=True) if not lasts]
         for block in stale:
             del self._tokens[block]
@@ -270,9 +272,9 @@ class Confirmer:
         self._tokens.clear()
         under_way = [span.track for spans in (*(spans for _, spans in self._steps), self._spans) for span in spans]
         for track in {id(track): track for track in [*self._tracks.values(), *under_way]}.values():
-            track.trusted = track.load_begin = track.loaded = track.confirmed = 0
+            track.trusted = track.reach = track.load_begin = track.loaded = track.confirmed = 0
             track.void_until = max(track.void_until, self._last)
-            track.open = -1
+            track.open = track.due = -1
 
     def complete(self, step: int, known: Callable[[Track], int]) -> list[Confirmed]:
         """Everything up to `step` has run. `known(track)` are the tokens whose KV a completed step can have left:
@@ -311,7 +313,7 @@ class Confirmer:
         start = track.trusted // size
         tokens: list[Token] = []
         for block in track.table[start : min(begin // size, len(track.chain))]:
-            token = self.token(block)
+            token = self.token(block, track.adapter)
             if token is None:
                 break
             tokens.append(token)
@@ -336,7 +338,7 @@ class Confirmer:
             tokens = self._names.tokens_of(blocks)
             count = self._names.naming(tokens, track.chain[start:stop])
             del blocks[count:], tokens[count:]
-            self._tokens.update(zip(blocks, tokens, strict=True))
+            self._tokens.update(zip(blocks, zip(tokens, repeat(track.adapter)), strict=True))
         if blocks:
             fresh.append(Confirmed(track, start, blocks, tokens, False))
             track.confirmed += len(blocks)
@@ -351,9 +353,12 @@ class Confirmer:
         """The same for one block."""
         return self.lasting((block,), (token,))[0]
 
-    def token(self, block: int) -> Token | None:
-        """The token under which the block was confirmed, if that use lasts."""
-        token = self._tokens.get(block)
+    def token(self, block: int, adapter: str = "") -> Token | None:
+        """The token under which the block was confirmed for a request with this adapter, if that use lasts. vLLM names
+        blocks by an adapter's name and path, which one that is loaded anew may have had before."""
+        token, filler = self._tokens.get(block, (None, adapter))
+        if filler != adapter:
+            return None
         return token if token is not None and self.lasts(block, token) else None
 
     def under_way(self, step: int) -> bool:

@@ -40,7 +40,7 @@ from kvtier.connectors.vllm.hybrid import HybridHalf
 from kvtier.connectors.vllm.identity import UNREAD, block_tokens_of, cache_layout_of, namespace_of
 from kvtier.connectors.vllm.log_lines import speak_as_vllm
 from kvtier.connectors.vllm.messages import MIXED, Handshake, StepMeta, WorkerMeta
-from kvtier.connectors.vllm.metrics import KVTierPromMetrics, KVTierStats
+from kvtier.connectors.vllm.metrics import KVTierPromMetrics, KVTierStats, hit_sources
 from kvtier.connectors.vllm.policy import recompute_failed_loads, recomputes_failed_loads
 from kvtier.connectors.vllm.requests import RequestReader
 from kvtier.connectors.vllm.reuse import why_off
@@ -329,7 +329,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None or not num_external_tokens:
             return {}
         tiers = or_fallback(self._scheduler.sources, request, fallback=dict[str, int]())
-        return compat.hit_sources(tiers) or {self._cache_hit_source: num_external_tokens}
+        return hit_sources(tiers) or {self._cache_hit_source: num_external_tokens}
 
     # ── worker ──────────────────────────────────────────────────────────────────────────────────────────────
 

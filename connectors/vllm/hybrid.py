@@ -262,9 +262,8 @@ class HybridHalf(SchedulerHalf):
     def pending(self) -> bool:
         if super().pending():
             return True
-        if self._requests or self._held is None or self._idle_since_s is None:
+        if (idle := self._idle.seconds()) is None:
             return False
-        idle = self._clock.monotonic() - self._idle_since_s
         return bool(self._held or self._boundaries) and idle < self._limits.flush_timeout_s
 
     def reset(self, to: Namespace | None = None) -> bool:

@@ -165,8 +165,10 @@ class Loads:
         self._loading[moves.job].patience_s = math.inf if state.in_step else patience_s
         state.lease, state.also, state.more = None, None, ()
 
-    def refuse(self, name: str, state: RequestState | None, blocks: Sequence[int]) -> None:
-        """The request's load went wrong here, and it waits: have the workers report these blocks as failed."""
+    def refuse(self, name: str, state: RequestState | None, table: Sequence[int]) -> None:
+        """The load into the request's table went wrong here, and it waits: have the workers report the blocks as failed
+        from where it was to begin. Those before hold what they should, and others may be computing with them."""
+        blocks = table if state is None else table[state.lease_start :]
         if state is not None and state.in_step:
             self._named.append((0, None))
         self._begin(name, state, None, StepMoves(self._job(), tuple(blocks), (), ()), 0, 0)

@@ -10,6 +10,7 @@ vLLM's external-cache counters also count tokens whose copy failed and that were
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import prometheus_client
@@ -70,3 +71,17 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
         for name, count in transfer_stats_data.get("counts", {}).items():
             metric, value = (self._read, name[len(_READ) :]) if name.startswith(_READ) else (self._events, name)
             metric.labels(*self._labels[engine_idx], value).inc(count)
+
+
+def hit_sources(tiers: Mapping[str, int]) -> dict[Any, int]:
+    """Tokens by tier under vLLM's own labels; {} where this release has none."""
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ImportError:
+        return {}
+    labels = {"g2": CacheHitSource.HOST, "g3": CacheHitSource.DISK}
+    out: dict[Any, int] = {}
+    for tier, count in tiers.items():
+        label = labels.get(tier, CacheHitSource.EXTERNAL_UNSPECIFIED)
+        out[label] = out.get(label, 0) + count
+    return out

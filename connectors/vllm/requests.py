@@ -114,6 +114,9 @@ class RequestState:
     read: Counter[str] = field(default_factory=Counter)  # tokens by tier
     reread: Counter[str] = field(default_factory=Counter)  # those of them that were read when it was resumed
 
+    def __post_init__(self) -> None:
+        self.track.adapter = "" if self.adapter is None else self.adapter[1]
+
     def prompt(self, block_tokens: int) -> list[BlockKey]:
         """The keys of the prompt's whole blocks."""
         return self.track.chain[: self.track.request.num_prompt_tokens // block_tokens]

@@ -31,6 +31,7 @@ from kvtier.connectors.vllm import compat
 from kvtier.connectors.vllm.arena_notices import ArenaNotices
 from kvtier.connectors.vllm.cache import SchedulerCache
 from kvtier.connectors.vllm.confirm import Chain, Confirmer, Track
+from kvtier.connectors.vllm.idleness import Idleness
 from kvtier.connectors.vllm.kept import KeptBlocks
 from kvtier.connectors.vllm.loads import Loads
 from kvtier.connectors.vllm.messages import StepMeta, WorkerMeta
@@ -83,7 +84,7 @@ class SchedulerHalf:
         self._step, self._job = 0, count(1).__next__
         self._arenas = ArenaNotices(clock)
         self._outbox = StepMeta(-1, epoch)  # what the workers are to be told with the next step
-        self._idle_since_s: float | None = None
+        self._idle = Idleness(self._requests, clock)
         in_step = limits.in_step_bytes // caches.namespace.block_bytes
         self._loads = Loads(ranks, self._block_tokens, limits.ack_timeout_s, in_step, clock, self.counters, self._job)
         self._stores = Stores(offload, limits, ranks, clock, self.counters, self._job)
@@ -132,7 +133,7 @@ class SchedulerHalf:
             track.storable_blocks = request.num_prompt_tokens // self._block_tokens
         state = RequestState(track, scope, control, self._reader.adapter_of(request), self._clock.monotonic())
         self._requests[name] = state
-        self._idle_since_s = None  # `pending` is not called while there are requests
+        self._idle.end()
         self._confirmer.start(track)
         self._grow(state)
         return state
@@ -257,9 +258,10 @@ class SchedulerHalf:
         self._kept.free(out.freed)
         out.cancelled += self._loads.overdue()
         out.loads += self._loads.take()
+        idle = self._idle.at(output.total_num_scheduled_tokens)
         if self._stores and (manager := self._manager) is not None:
             busy = self._limits.shares_cores and (bool(out.loads) or compat.prefilled(output) > 0)
-            out.stores += self._stores.plan(manager, idle=not self._requests, busy=busy)
+            out.stores += self._stores.plan(manager, idle=idle, busy=busy)
         self._pause(output, out)
         tokens = 0 if out.loads else compat.prefilled(output)  # on a CPU the forward waits for loads
         self._launched.add(self._step, tokens, ran_of(output, out, self._clock.monotonic()))
@@ -385,14 +387,10 @@ class SchedulerHalf:
         return self._feedback.of(name, state.scope, state.control, prompt, read, state.wishes, *had)
 
     def pending(self) -> bool:
-        """Whether an engine without requests should go on stepping: there is something to copy, or blocks of ended
-        requests are held, and there is time for it. Held blocks keep the engine from resetting its prefix cache."""
-        if self._requests:
+        """Whether an engine with nothing to compute should go on stepping: there is something to copy, or blocks of
+        ended requests are held, and there is time for it. Held blocks keep the engine from resetting its cache."""
+        if (idle := self._idle.seconds()) is None:
             return False
-        now = self._clock.monotonic()
-        if self._idle_since_s is None:
-            self._idle_since_s = now
-        idle = now - self._idle_since_s
         if self._kept or self._loads:  # steps take the answers that give these blocks back to the engine
             return idle < self._limits.flush_timeout_s + _RETURN_S
         waits = not self._stores.stopped and self._manager is not None and bool(self._stores)
@@ -428,7 +426,10 @@ class SchedulerHalf:
 
     def reset(self, to: Namespace | None = None) -> bool:
         """The engine announced new weights, or has them: go on in the namespace `to`."""
+        before = self._caches.namespace
         self._caches.rotate(to)
+        if self._caches.namespace != before:
+            self._confirmer.forget()  # the engine may have kept blocks that older weights filled
         if self._events is not None:
             self._events.clear()
         self._stores.clear()

@@ -65,6 +65,53 @@ def test_a_turn_that_takes_back_a_token_leaves_no_boundary_under_its_name(
 
 
 @PLANNED
+@pytest.mark.parametrize("kind", [{}, WINDOWS], ids=["plain", "windows"])
+def test_an_engine_whose_sessions_all_wait_for_input_copies_all_that_is_left(
+    make: Make, kind: dict[str, Any], asynchronous: bool
+) -> None:
+    """It may wait for hours, and be stopped meanwhile."""
+    engine = make(**kind, async_scheduling=asynchronous)
+    asked = prompt(6, 57)
+    for more in ([], [7] * 40):  # each time that it falls idle
+        turn(engine, more or asked, 2)
+        other = engine.add(prompt(7, 50 + len(more)), 2)
+        while other in engine.scheduler.requests:
+            engine.step()
+        steps = 0
+        while engine.busy:
+            assert (steps := steps + 1) < 1000, "it does not sleep"
+            engine.step()
+        assert not engine.half._stores and not (engine.half._held if kind else None), "nothing is left"
+        assert engine.cache.manager.prefix(engine.half._requests["talk"].track.chain[:7]) == 7
+    turn(engine, [8], 2)
+    engine.abort("talk")
+    engine.run()
+    engine.check()
+
+
+@pytest.mark.parametrize("kind", [{}, WINDOWS], ids=["plain", "windows"])
+def test_what_was_computed_before_a_reset_is_not_stored_behind_it(make: Make, kind: dict[str, Any]) -> None:
+    """The engine cannot reset its own cache while a request runs, and goes on serving what it has. The connector is
+    told all the same, and goes on in another namespace: the reset may have meant new weights."""
+    engine = make(**kind, connector={"in_step_bytes": "1B"})
+    asked = prompt(8, 60)
+    engine.add(prompt(9, 30), 40, "runs")
+    engine.add(asked, 2, "before")
+    while "before" in engine.scheduler.requests:
+        engine.step()
+    assert not engine.scheduler.reset_prefix_cache(reset_connector=True)
+    assert engine.half._caches.join(20)
+    engine.run()
+    for more in (0, 30):
+        name = engine.add([*asked, *prompt(10, more)], 2)
+        engine.run()
+        assert engine.reads[name] >= 48, "the control: found in the engine's own cache"
+    assert warm(engine, [*asked, *prompt(10, 30)]) == 0, "nothing of before is stored"
+    assert warm(engine, [*asked, *prompt(10, 30)]) >= 80, "the control"
+    engine.check()
+
+
+@PLANNED
 def test_a_turn_in_many_chunks_keeps_the_end_of_its_prompt(make: Make, asynchronous: bool) -> None:
     engine = make(**WINDOWS, async_scheduling=asynchronous, max_num_batched_tokens=16)
     first, second = prompt(4, 63), prompt(5, 70)

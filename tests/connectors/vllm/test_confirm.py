@@ -263,6 +263,23 @@ def test_a_block_whose_name_changes_is_named_anew() -> None:
     assert engine.confirmer.rename(one, 1) == [6], "confirmed under a name that it has no more"
 
 
+def test_of_other_weights_nothing_counts_not_even_behind_a_request_that_stood_still() -> None:
+    """The step that told of them had no room for it. It goes on right where it was trusted up to."""
+    engine = Engine()
+    still = engine.request("still", [1, 2, 3], 13, [5, 6, 7])
+    other = engine.request("other", [4, 9], 9, [8, 9])
+    assert engine.complete(engine.plan((still, 0, 4), (other, 0, 4))) == [("still", 0), ("other", 0)]
+    told = engine.plan((other, 4, 8))
+    engine.confirmer.forget()
+    assert engine.complete(told) == []
+    assert engine.complete(engine.plan((still, 4, 8))) == []
+    assert engine.complete(engine.plan((still, 8, 12))) == []
+    later = engine.request("later", [1, 2, 3], 13, [5, 6, 10])
+    assert engine.complete(engine.plan((later, 8, 12))) == [], "it found blocks of the old weights"
+    fresh = engine.request("fresh", [11], 5, [11])
+    assert engine.complete(engine.plan((fresh, 0, 4))) == [("fresh", 0)], "the control"
+
+
 def test_after_an_error_nothing_counts_until_the_whole_table_is_known_again() -> None:
     engine = Engine()
     one = engine.request("one", [1, 2, 3], 13, [5, 6])

@@ -284,6 +284,7 @@ def test_new_weights_with_copies_in_flight_in_both_directions(engine: Any) -> No
     ended = engine.run_out()
     engine.mend()
     engine.settle()
+    assert engine.reset(), "its own blocks, which are of before"
     fresh = engine.generate(prompts=[prompt(150), prompt(151)])
     assert [out["read"] for out in fresh] == [{}, {}]
     assert ended["loading"] == fresh[0]["tokens"]

@@ -57,5 +57,5 @@ def test_a_request_builds_upon_a_load_in_the_step_where_it_shares_its_first_bloc
     loads._named.append((2, CHAIN[2]))
     assert loads.builds_upon(CHAIN, 3) and not loads.builds_upon(CHAIN, 2) and not loads.builds_upon(other, 6)
     assert loads.builds_upon(CHAIN[:2], 3), "a block without a name may be any"
-    loads.refuse("unnamed", SimpleNamespace(in_step=True, also=None, adapter=None), [4])  # type: ignore[arg-type]
+    loads.refuse("unnamed", SimpleNamespace(in_step=True, also=None, adapter=None, lease_start=0), [4])  # type: ignore[arg-type]
     assert loads.builds_upon(other, 1)

