@@ -293,7 +293,7 @@ async def _shrink(path: Path, blocks: int, clock: SystemClock) -> dict[str, Any]
         store.release(DEADLINE_S)
     held = tier.usage().blocks
     await tier.close(clock.monotonic() + DEADLINE_S)
-    files = sum(file.stat().st_blocks * 512 for file in (path / "slab").iterdir())
+    files = sum(file.stat().st_size for file in (path / "slab").iterdir())
     assert files <= capacity and held * BLOCK_BYTES <= capacity, (files, held, capacity)
     return {
         "open_s": opened - began,
