@@ -131,7 +131,12 @@ def test_a_restart_is_shown(
     asked = list[int]()
     one = {"gb_per_s": {"median": 1.0, "min": 1.0, "max": 1.0}, "cpu_s_per_gb": {"median": 0.1}}
     speeds = dict.fromkeys(("raw_write", "synced_write", "put", "raw_read", "get"), one)
-    more = {"ratios": {}, "written_beside_gets_gb_per_s": {"median": 1.0}, "digest_cpu_s_per_gb": 0.1}
+    more = {
+        "ratios": {},
+        "written_beside_gets_gb_per_s": {"median": 1.0},
+        "digest_cpu_s_per_gb": 0.1,
+        "put_cpu_beyond_write_and_digest_s_per_gb": 0.05,
+    }
     monkeypatch.setattr(disk, "measure", lambda folder, block, total, rounds: speeds | more)
     monkeypatch.setattr(large_store, "measure", lambda folder, blocks: (asked.append(blocks), figures)[1])
     with pytest.raises(SystemExit) as done:

@@ -260,17 +260,18 @@ async def _rounds(bench: Bench, rounds: int) -> dict[str, Any]:
             await bench.put()
         passes: dict[str, list[Pass]] = {"raw_write": [], "synced_write": [], "put": [], "raw_read": [], "get": []}
         gets: dict[str, list[Gets]] = {"idle": [], "under_writes": []}
+        digests: list[Pass] = []
         loop = asyncio.get_running_loop()
         for _ in range(rounds):
             passes["raw_write"].append(await loop.run_in_executor(None, bench.raw_write))
             passes["put"].append(await bench.put())
+            digests.append(bench.digest())
             passes["raw_read"].append(await loop.run_in_executor(None, bench.raw_read))
             passes["get"].append(await bench.get())
             # Between reads at full rate and single ones, which a device that limits its read rate would slow down.
             passes["synced_write"].append(await bench.synced_write())
             for name, many in gets.items():
                 many.append(await bench.single_gets(writing=name == "under_writes"))
-        digest = bench.digest()
     figures: dict[str, Any] = {
         name: {
             "gb_per_s": summary([one.bytes_per_s / 1e9 for one in many]),
@@ -278,7 +279,11 @@ async def _rounds(bench: Bench, rounds: int) -> dict[str, Any]:
         }
         for name, many in passes.items()
     }
-    figures["digest_cpu_s_per_gb"] = digest.cpu_s_per_gb
+    figures["digest_cpu_s_per_gb"] = statistics.median(one.cpu_s_per_gb for one in digests)
+    figures["put_cpu_beyond_write_and_digest_s_per_gb"] = statistics.median(
+        put.cpu_s_per_gb - write.cpu_s_per_gb - digest.cpu_s_per_gb
+        for put, write, digest in zip(passes["put"], passes["raw_write"], digests, strict=True)
+    )
     figures["first_fill_gb_per_s"] = first.bytes_per_s / 1e9
     figures["latency_ms"] = {
         name: {f"p{percent}": summary([one.quantile(percent) for one in many]) for percent in (50, 90, 99)}

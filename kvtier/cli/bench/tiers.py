@@ -170,7 +170,8 @@ def _show_disk(results: dict[str, Any]) -> None:
         beside = figures["written_beside_gets_gb_per_s"]["median"]
         console().print(
             f"{label}: {beside:.2f} GB/s were written beside the gets; the digest alone takes "
-            f"{figures['digest_cpu_s_per_gb']:.3f} CPU s/GB"
+            f"{figures['digest_cpu_s_per_gb']:.3f} CPU s/GB, and a put "
+            f"{figures['put_cpu_beyond_write_and_digest_s_per_gb']:.3f} beyond a raw write and its digest"
         )
     if "restart" in results:
         restart = results["restart"]
