@@ -50,8 +50,9 @@ class RealDisk(DiskTier):
                 raise Wrong(f"block {name_of(key)} is in the index, and its bytes are not durable")
 
     def reserved(self) -> int:
-        """Slots of the store that writes have, those of processes that ended included; -1 while it is out of use."""
-        index = self._store.index_in_use
+        """Slots of the store that writes have, those of processes that ended included; -1 while it is out of use, or
+        has not been opened: on a full volume it cannot be."""
+        index = None if self._opened is None else self._store.index_in_use
         return -1 if index is None else len(index.rows(RESERVED))
 
     def bad_places(self) -> int:
