@@ -184,21 +184,22 @@ def _show_disk(results: dict[str, Any]) -> None:
             f"{restart['index_bytes_written_per_lone_put'] / 1000:.1f} KB and each of 32 at once "
             f"{restart['index_bytes_written_per_put_of_32'] / 1000:.1f}"
         )
-        turnover = restart["turnover"]
-        cpu_ms = turnover["transaction_cpu_ms"]
+        turnover, shrink = restart["turnover"], restart["shrink"]
         console().print(
-            f"{turnover['blocks']:,} blocks replaced at {turnover['puts_per_s']:.0f} per second: transactions of "
-            f"{cpu_ms['p50']:.1f} ms of CPU time (p99 {cpu_ms['p99']:.1f}, longest {cpu_ms['max']:.1f}), "
+            f"{turnover['blocks']:,} blocks replaced at {turnover['puts_per_s']:.0f} per second: "
+            f"{_transactions(turnover['transaction_cpu_ms'])}, "
             f"{turnover['index_bytes_written_per_put'] / 1000:.1f} KB written to the index per put, which has "
             f"{turnover['index_bytes_per_block']:.0f} bytes per block then"
         )
-        shrink = restart["shrink"]
-        cpu_ms = shrink["transaction_cpu_ms"]
         console().print(
             f"with half the capacity: {shrink['blocks']:,} blocks after {shrink['seconds']:.1f} s, with "
             f"{shrink['puts_per_s']:.0f} puts per second meanwhile ({shrink['puts_per_s_afterwards']:.0f} afterwards); "
-            f"transactions of {cpu_ms['p50']:.1f} ms of CPU time (p99 {cpu_ms['p99']:.1f}, longest {cpu_ms['max']:.1f})"
+            f"{_transactions(shrink['transaction_cpu_ms'])}"
         )
+
+
+def _transactions(cpu_ms: dict[str, float]) -> str:
+    return f"transactions of {cpu_ms['p50']:.1f} ms of CPU time (p99 {cpu_ms['p99']:.1f}, longest {cpu_ms['max']:.1f})"
 
 
 def _reads(place: ServerPlace, rounds: int) -> dict[str, Any]:
