@@ -81,6 +81,7 @@ def _keys(kind: bytes, start: int, count: int) -> list[BlockKey]:
 
 
 async def _measure(path: Path, blocks: int) -> dict[str, Any]:
+    gc.freeze()  # as the store's own process does
     clock, keys = SystemClock(), _keys(b"filled", 0, 1)
     tier = DiskTier([path], _capacity(blocks), _NAMESPACE, clock=clock)
     used = _index_bytes(path)

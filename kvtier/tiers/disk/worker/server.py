@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -212,6 +213,7 @@ def main() -> None:
     arena = SharedArena.map(fds)
     for fd in fds:
         os.close(fd)
+    gc.freeze()  # looking through all modules takes a dozen milliseconds, in whatever thread, and below the write lock
     asyncio.run(serve(socket.socket(fileno=sock), parent, arena))
 
 
