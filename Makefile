@@ -150,12 +150,15 @@ vllm-releases: $(READY) types
 		PYTHONPATH=$$folder:build/types $(BIN)/python tests/connectors/vllm/support/release_check.py || exit 1; \
 	done
 
-# Each outcome is kept as its test ends. Anew, unless RESUME is set: then those that have passed are left out.
+# Each outcome is kept as its test ends. Anew, unless RESUME is set: then those that have passed are left out, here or as
+# benchmarks/results has it.
 RESUME ?=
 LONG := -m pytest -p tests.support.long_run -m "long and not gpu"
 test-long: export PYTHONPATH := $(CURDIR)
 test-long: $(READY) $(SGLANG)/.ready test-vllm-oldest
-	test -n "$(RESUME)" || rm -f build/long_run.jsonl
+	test -n "$(RESUME)" || rm -f build/long_run.jsonl benchmarks/results/long_run.jsonl
+	mkdir -p build
+	test -e build/long_run.jsonl || test ! -e benchmarks/results/long_run.jsonl || cp benchmarks/results/long_run.jsonl build
 	-$(BIN)/python $(LONG) --ignore=tests/connectors/sglang $(PYTEST)
 	-$(SGLANG)/bin/python $(LONG) tests/connectors/sglang $(PYTEST)
 	$(BIN)/python -m tests.support.long_run benchmarks/results

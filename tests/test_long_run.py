@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.long_run import outcomes, summary
+import pytest
+
+from tests.support.long_run import main, outcomes, summary
 
 ROOT = Path(__file__).parents[1]
 TESTS = """
@@ -49,6 +51,19 @@ def test_a_run_that_was_broken_off_goes_on(tmp_path: Path) -> None:
     (row,) = summary(outcomes(records).values())
     assert (row["passed"], row["skipped"], row["left"], row["failed"]) == (4, 1, 0, [])
     assert row["file"] == "test_it.py"
+
+
+def test_the_records_are_kept_beside_the_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that another machine goes on with them."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "test_it.py").write_text(TESTS)
+    assert run(tmp_path) == 9
+    assert main(tmp_path) == 1
+    (tmp_path / "build" / "long_run.jsonl").write_bytes((tmp_path / "long_run.jsonl").read_bytes())
+    (tmp_path / "mended").touch()
+    assert run(tmp_path) == 0
+    assert (tmp_path / "ran").read_text() == "right after ", "what has passed is not run again"
+    assert main(tmp_path) == 0
 
 
 def test_a_failure_at_the_end_of_a_test_counts(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
 """The long run. Each test's outcome is kept as it ends, so a run that was broken off goes on where it was.
 
     pytest -p tests.support.long_run -m "long and not gpu"      runs the tests that have not passed yet
-    python -m tests.support.long_run FOLDER                     sums their outcomes up in FOLDER/long_run.json
+    python -m tests.support.long_run FOLDER                     keeps their outcomes in FOLDER/long_run.jsonl, and sums
+                                                                them up in FOLDER/long_run.json
 
 `make test-long` does both, after the quick tests. A record is a line of JSON: test, outcome, seconds, commit, date. The
-outcome is "left" from when a test is first selected until it has run.
+outcome is "left" from when a test is first selected until it has run. With what FOLDER keeps, another machine goes on.
 """
 
 from __future__ import annotations
@@ -97,8 +98,11 @@ def summary(records: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def main(folder: Path) -> int:
-    """Prints how many failed, and saves the rows. The exit status is 1 where a test failed or is left."""
-    rows = list(summary(outcomes().values()))
+    """Prints how many failed, and saves the records and the rows. The exit status is 1 where a test failed or is
+    left."""
+    records = [one for _, one in sorted(outcomes().items())]
+    rows = list(summary(records))
+    (folder / RECORDS.name).write_text("".join(json.dumps(one) + "\n" for one in records))
     failed = [test for row in rows for test in row["failed"]]
     total = {name: sum(row[name] for row in rows) for name in ("passed", "skipped", "left", "seconds")}
     save(record("long_run", ["make", "test-long"], total | {"failed": len(failed), "files": rows}), folder)
