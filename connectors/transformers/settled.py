@@ -7,9 +7,14 @@ before is not KV from behind.
 
 from __future__ import annotations
 
+import contextlib
+import random
 import weakref
 from collections.abc import Iterator
 from typing import Any
+
+SAMPLED, SAMPLE_BYTES = 64, 256
+"""Parameters, and bytes of each: new weights move all of them, and a step of training at the smallest rate some."""
 
 
 class ModelAdapters:
@@ -50,6 +55,8 @@ class Settled:
         self._were, self._hooks, self._precision = self._adapters.now(), self._adapters.hooks(), precision(model)
         self._attention = _attention_of(model)
         self._versions = [(weakref.ref(tensor), tensor._version) for tensor in _counted(model)]
+        self._sampled = _drawn(model)
+        self._samples = self._sample()
 
     def change(self) -> str:
         """What is different for a pass now, but for the weights; "" if nothing is."""
@@ -62,8 +69,32 @@ class Settled:
         return ""
 
     def weights_changed(self) -> bool:
-        """Whether parameters were written to in place. Others in their stead, which offloading makes, do not count."""
-        return any((tensor := ref()) is not None and tensor._version != version for ref, version in self._versions)
+        """Whether parameters were written to in place, by their count of writes, or have other values in samples of
+        them: writes to `.data` and in inference mode are not counted. Waits for the device."""
+        counted = ((ref(), version) for ref, version in self._versions)
+        if any(tensor is not None and tensor._version != version for tensor, version in counted):
+            return True
+        return any(sample != self._samples.get(name, sample) for name, sample in self._sample().items())
+
+    def _sample(self) -> dict[str, bytes]:
+        """SAMPLE_BYTES from the middle of each drawn parameter, by its name, in one copy per device. Those that are
+        elsewhere, as offloading has it, are left out."""
+        import torch
+
+        by_device: dict[Any, dict[str, Any]] = {}
+        for name in self._sampled:
+            with contextlib.suppress(AttributeError):
+                tensor = self._model.get_parameter(name).detach()
+                if not tensor.is_meta and tensor.is_contiguous():
+                    flat = tensor.view(-1).view(torch.uint8)
+                    start = max(0, flat.numel() - SAMPLE_BYTES) // 2
+                    by_device.setdefault(tensor.device, {})[name] = flat[start : start + SAMPLE_BYTES]
+        samples: dict[str, bytes] = {}
+        for parts in by_device.values():
+            raw, end = torch.cat(list(parts.values())).cpu().numpy().tobytes(), 0
+            for name, part in parts.items():
+                samples[name], end = raw[end : end + part.numel()], end + part.numel()
+        return samples
 
 
 def precision(model: Any) -> Any:
@@ -91,6 +122,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return sorted((str(name), str(part)) for name, part in value.items())
     return list(value) if isinstance(value, (list, tuple, set)) else value
+
+
+def _drawn(model: Any) -> list[str]:
+    """Names of up to SAMPLED parameters whose bytes can be looked at, the same of each model of this shape."""
+    import torch
+
+    plain = [name for name, parameter in model.named_parameters() if type(parameter) is torch.nn.Parameter]
+    return random.Random(0).sample(plain, min(SAMPLED, len(plain)))
 
 
 def _counted(model: Any) -> Iterator[Any]:

@@ -95,8 +95,28 @@ def test_a_step_of_training(config: Any) -> None:
                 verb()
 
 
-def test_parameters_that_count_no_writes_are_taken_as_they_are(config: Any) -> None:
-    with torch.inference_mode():
-        model = llama()
-    with PrefixCache(config(), model, tiers=[]) as prefixes, torch.inference_mode():
-        assert prefixes.fetch(prompt(40))[1] == 0
+def test_weights_of_another_model_that_no_parameter_counts(config: Any) -> None:
+    """As trainers hand them to a model that generates: past autograd, which counts writes, or in inference mode."""
+    for mode in (nullcontext, torch.inference_mode):
+        with mode():
+            model, other = llama(), llama(seed=1)
+        with PrefixCache(config(), model, tiers=[]) as prefixes, mode():
+            assert prefixes.fetch(prompt(40))[1] == 0
+            for parameter, source in zip(model.parameters(), other.parameters(), strict=True):
+                parameter.data.copy_(source.data)
+            with pytest.raises(kvtier.InvalidRequest, match="with other weights"):
+                prefixes.fetch(prompt(40))
+
+
+def test_weights_in_other_memory(config: Any) -> None:
+    """A parameter that moves is the same; new values in its stead are not."""
+    model, other, ids = llama(), llama(seed=1), prompt(40)
+    with PrefixCache(config(), model, tiers=[]) as prefixes:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        assert prefixes.fetch(ids)[1] == 0
+        for name, source in other.named_parameters():
+            module, _, last = name.rpartition(".")
+            setattr(model.get_submodule(module), last, torch.nn.Parameter(source.detach().clone()))
+        with pytest.raises(kvtier.InvalidRequest, match="with other weights"):
+            prefixes.fetch(ids)
