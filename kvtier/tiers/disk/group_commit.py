@@ -26,9 +26,10 @@ BLOCKS_PER_COMMIT_MAX = 128
 """At a million blocks each costs 50 to 140 µs of CPU below the write lock, for which other processes wait."""
 BLOCKS_PER_JOB_MAX = 64
 """Into which callers cut their work."""
-GATHER_S = 0.005
+GATHER_S_MIN, GATHER_S_MAX = 0.005, 0.02
 """How long a commit waits for more jobs. It writes 20 KB of the index for itself, and costs as much CPU time as a dozen
-blocks. Writes that one sync made durable come within this; a stream that waits longer leaves a fast disk idle."""
+blocks. As long as writes of a stream are apart, since a commit that waits for several leaves a fast disk idle; and long
+enough for those that one sync made durable."""
 
 
 class CommitJob(Generic[T]):
@@ -73,9 +74,9 @@ class GroupCommit:
     `commit(jobs)` is called on that thread; it gives every job's future its result or error. `idle()` is called there
     when no job came for `idle_s`, and at the end. Both return whether `idle` has more to do, and is called soon then.
     Where one of them raises, `failed(error)` says after how many seconds the thread goes on, and the jobs in hand fail.
-    `expected()` tells how many jobs are about to come: a commit waits up to GATHER_S for those. `beside()` tells on how
-    many blocks `commit` may work besides: the jobs come to so many fewer than BLOCKS_PER_COMMIT_MAX, but one is taken
-    in any case.
+    `expected()` tells how many jobs are about to come, and how many seconds apart: a commit waits for those, as long as
+    for one of them, within GATHER_S_MIN and GATHER_S_MAX. `beside()` tells on how many blocks `commit` may work besides:
+    the jobs come to so many fewer than BLOCKS_PER_COMMIT_MAX, but one is taken in any case.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class GroupCommit:
         idle_s: float,
         name: str,
         failed: Callable[[Exception], float],
-        expected: Callable[[], int],
+        expected: Callable[[], tuple[int, float]],
         beside: Callable[[], int],
     ) -> None:
         self._beside = beside
@@ -128,9 +129,11 @@ class GroupCommit:
 
     def _gather(self) -> None:
         """Wait a little until as many jobs are there as are expected. Under the lock."""
-        end = time.monotonic() + GATHER_S
-        while self._queue and not self._stopping and len(self._queue) < min(self._expected(), JOBS_PER_COMMIT_MAX):
-            if not self._lock.wait(end - time.monotonic()):
+        began = time.monotonic()
+        while self._queue and not self._stopping:
+            count, apart_s = self._expected()
+            left_s = began + min(max(apart_s, GATHER_S_MIN), GATHER_S_MAX) - time.monotonic()
+            if len(self._queue) >= min(count, JOBS_PER_COMMIT_MAX) or not self._lock.wait(left_s):
                 return
 
     def _take(self) -> list[CommitJob[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -18,6 +19,7 @@ class ReservedSlots:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._apart_s = 0.0  # from the end of one write to that of the next, as of late
         self.writes = 0  # under way now,
         self._moving = 0  # blocks on their way in them,
         self._peak = 0  # and the most of late
@@ -29,6 +31,7 @@ class ReservedSlots:
     @contextmanager
     def writing(self, count: int) -> Iterator[None]:
         """While inside, a write is under way, of so many blocks for which slots may be held."""
+        began = time.monotonic()
         with self._lock:
             self.writes += 1
             self._moving += count
@@ -37,8 +40,13 @@ class ReservedSlots:
             yield
         finally:
             with self._lock:
+                self._apart_s = (time.monotonic() - began) / self.writes
                 self.writes -= 1
                 self._moving -= count
+
+    def expected(self) -> tuple[int, float]:
+        """How many writes a commit may wait for, most of those under way, and how many seconds they are apart."""
+        return 3 * self.writes // 4, self._apart_s
 
     @contextmanager
     def reserving(self, count: int, batch: int) -> Iterator[int]:

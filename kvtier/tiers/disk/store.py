@@ -107,7 +107,7 @@ class Store:
         )
         self.growth = CapacityGrowth(self.parts[0], self._lock)
         self._hold_until = 0.0  # of slots
-        hooks = self._writer_failed, lambda: 3 * self.reserved.writes // 4, self.room.evictions
+        hooks = self._writer_failed, self.reserved.expected, self.room.evictions
         self._writer = GroupCommit(self._work, self._rest, IDLE_S, "kvtier-g3-writer", *hooks)
 
     # Life.

@@ -90,10 +90,32 @@ async def test_no_transaction_works_on_many_blocks(tmp_path: Path, work: Counter
 
 def test_fewer_jobs_are_taken_beside_other_work() -> None:
     """But one in any case."""
-    commits = GroupCommit(lambda jobs: False, lambda: False, 1.0, "test", lambda error: 0.0, lambda: 0, lambda: 64)
+    commits = GroupCommit(
+        lambda jobs: False, lambda: False, 1.0, "test", lambda error: 0.0, lambda: (0, 0.0), lambda: 64
+    )
     for blocks in (100, 32, 32, 32):
         commits.submit(lambda txn: None, blocks=blocks)
     assert [[job.blocks for job in commits._take()] for _ in range(3)] == [[100], [32, 32], [32]]
+
+
+@pytest.mark.parametrize(("apart_s", "least_s", "most_s"), [(0.0, 0.005, 0.02), (0.01, 0.01, 0.02), (9.0, 0.02, 1.0)])
+def test_a_commit_waits_for_the_next_write_of_a_stream(
+    apart_s: float, least_s: float, most_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as it may take, within bounds; and no longer than until it is there."""
+    waits = list[float]()
+    commits = GroupCommit(
+        lambda jobs: False, lambda: False, 1.0, "test", lambda error: 0.0, lambda: (2, apart_s), lambda: 64
+    )
+    monkeypatch.setattr(commits._lock, "wait", lambda seconds: waits.append(seconds))
+    commits.submit(lambda txn: None)
+    with commits._lock:
+        commits._gather()
+    assert len(waits) == 1 and least_s - 0.004 < waits[0] <= most_s
+    commits.submit(lambda txn: None)
+    with commits._lock:
+        commits._gather()
+    assert len(waits) == 1
 
 
 async def test_a_search_for_a_victim_goes_on_in_the_next_transaction(
