@@ -115,6 +115,7 @@ class Slab:
         self._files: OrderedDict[int, _File] = OrderedDict()
         self._named: dict[int, tuple[int, int]] = {}  # by segment, the file whose name is durable, as far as known here
         self._lock = threading.Lock()
+        self._making = threading.Lock()  # of files; taken before `_lock`
         self._local = threading.local()
 
     def path_of(self, segment: int) -> Path:
@@ -203,6 +204,23 @@ class Slab:
 
     @contextmanager
     def _open(self, segment: int) -> Iterator[_File]:
+        file = self._use(segment)
+        if file is None:
+            # Made and synced without the lock of all: that takes as long as the device has other work. One at a time,
+            # since others that come to the same segment meanwhile are to have the same file.
+            with self._making:
+                file = self._use(segment)
+                if file is None:
+                    file = self._made(segment)
+        try:
+            yield file
+        finally:
+            with self._lock:
+                file.users -= 1
+                self._close_unused(segment, file)
+
+    def _use(self, segment: int) -> _File | None:
+        """The segment's open file, with one user more; None if there is none in its place."""
         with self._lock:
             file = self._files.get(segment)
             if file is not None and not _in_place(file):
@@ -210,20 +228,22 @@ class Slab:
                 del self._files[segment]
                 self._close_unused(segment, file)
                 file = None
-            if file is None:
-                try:
-                    file = self._files[segment] = self._attach(segment)
-                except OSError as error:
-                    raise FileFault(error.errno, error.strerror, str(self.path_of(segment))) from error
-            self._files.move_to_end(segment)
+            if file is not None:
+                self._files.move_to_end(segment)
+                file.users += 1
+            return file
+
+    def _made(self, segment: int) -> _File:
+        """The segment's file, opened or made by now, with one user. Raises FileFault."""
+        try:
+            file = self._attach(segment)
+        except OSError as error:
+            raise FileFault(error.errno, error.strerror, str(self.path_of(segment))) from error
+        with self._lock:
+            self._files[segment] = file
             file.users += 1
             self._trim()
-        try:
-            yield file
-        finally:
-            with self._lock:
-                file.users -= 1
-                self._close_unused(segment, file)
+        return file
 
     def _close(self, fd: int) -> None:
         """The descriptor is gone whatever the kernel answers, and `sync` has told of bytes that were not written."""

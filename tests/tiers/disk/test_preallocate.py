@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,36 @@ def test_who_needs_it_earlier_makes_it(folder: Path) -> None:
     assert not draft.step()
     slab.close()
     assert (folder / "00000001.slab").read_bytes()[:4096] == b"x" * 4096
+
+
+def test_blocks_of_other_segments_are_read_while_a_file_is_made(folder: Path) -> None:
+    """Which takes as long as a busy disk needs for a sync; and who comes to its segment meanwhile gets the same one."""
+    begun, over, made = threading.Event(), threading.Event(), list[Path]()
+
+    class Slow(SystemCalls):
+        def open(self, path: Path, flags: int) -> int:
+            made.append(path)
+            return super().open(path, flags)
+
+        def allocate(self, fd: int, length: int) -> None:
+            if len(made) == 2:
+                begun.set()
+                assert over.wait(10)
+            super().allocate(fd, length)
+
+    slab = Slab([folder.parent], lambda segment: SEGMENT, Slow())
+    piece, back = memoryview(b"x" * 4096), memoryview(bytearray(4096))
+    slab.write(0, 0, [piece])
+    with ThreadPoolExecutor(3) as pool:
+        writes = [pool.submit(slab.write, 1, place * 4096, [piece]) for place in range(2)]
+        assert begun.wait(10)
+        pool.submit(slab.read, 0, 0, [back]).result(10)
+        assert back == piece and not any(write.done() for write in writes)
+        over.set()
+        for write in writes:
+            write.result(10)
+    assert len(made) == 2
+    slab.close()
 
 
 def test_a_file_made_at_the_last_moment_is_not_replaced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
