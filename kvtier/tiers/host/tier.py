@@ -61,7 +61,6 @@ class HostTier:
         self.on_lost: Callable[[BlockKey, Miss], None] | None = None  # called with each block that is evicted, and why
         self.evictions = self.stale_messages = self.quarantined = 0
         self._ended = False  # closed, after it was open
-        policy.attach(lambda key: self.index[key].priority, scoped=bool(quota))
 
     def open(self) -> None:
         """Allocate the arena, once. Raises ConfigError when memory is short of one block, ClosedError after `close`."""
@@ -69,6 +68,8 @@ class HostTier:
             raise ClosedError("a closed cache is not opened again; open another")
         self.arena.open()
         self.refusals.table = self._lay_out(self.arena.slots)
+        index = self.index  # of this policy: whoever is at work with both goes on when `vacate` has taken them away
+        self.policy.attach(lambda key: index[key].priority, scoped=bool(self._share))
         self.quota = Quota(self._share, self.capacity)
 
     def _lay_out(self, slots: int) -> SlotTable:

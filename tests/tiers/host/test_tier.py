@@ -305,3 +305,21 @@ def test_calls_that_were_under_way_when_it_closed_find_nothing(policy: type[LRU]
     assert tier.reserve(KEYS[5], 5, insist=True) is None and tier.pin(KEYS[0], NOW) is None
     tier.policy.train()
     tier.check()
+
+
+@pytest.mark.parametrize("policy", [LRU, GapDuel])
+def test_a_reference_goes_on_over_a_close(policy: type[LRU] | type[GapDuel]) -> None:
+    """A get tells the policy of its chain in steps; blocks of several priorities are ranked by them."""
+    tier = HostTier(Arena(BLOCK, 1, 4 * BLOCK), policy(4))
+    tier.open()
+    tier.policy.reference(KEYS[:2], 0, 1.0)
+    for index in range(2):
+        store(tier, index)
+    slot = tier.pin(KEYS[1], NOW)
+    assert slot is not None
+    tier.raise_priority(slot, 80)
+    steps = tier.policy.reference_steps(KEYS[:3], 2, 2.0)
+    tier.vacate()
+    tier.arena.close()
+    assert list(steps) == []
+    tier.check()

@@ -44,6 +44,7 @@ async def test_no_purged_byte_is_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(10))
 async def test_no_purged_byte_is_served_in_ten_thousand_histories(part: int, tmp_path: Path) -> None:
     await histories(range(1000 * part, 1000 * (part + 1)), tmp_path, 8)
