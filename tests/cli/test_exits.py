@@ -95,6 +95,59 @@ def test_a_reader_that_goes_away_is_no_error(words: list[str]) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+SHOWN = ["config", "show", str(ROOT / "configs" / "laptop.yaml")]
+MISTAKEN = ["config", "check", "/no/such/file.yaml"]
+
+
+@pytest.mark.parametrize("full", ["stdout", "stderr"])
+@pytest.mark.parametrize(
+    ("words", "status"), [(SHOWN, 3), ([*SHOWN, "--json"], 3), (MISTAKEN, 2), ([*MISTAKEN, "--json"], 2)]
+)
+def test_output_that_cannot_be_written_is_told_in_a_line(words: list[str], status: int, full: str) -> None:
+    with open("/dev/full", "w") as device:
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, full: device}
+        command = [sys.executable, "-m", "kvtier", *words]
+        done = subprocess.run(command, text=True, timeout=60, check=False, **streams)
+    if full == "stderr":
+        assert done.returncode == (0 if words[1] == "show" else 2)
+        return
+    assert (done.returncode, done.stderr.count("\n")) == (status, 1)
+    assert ("No space left" in done.stderr) == (status == 3)
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_a_closed_stream_is_one_that_nobody_reads(tmp_path: Path, closed: str) -> None:
+    """Nor does a file that the command opens take its place: what is written there would go into that file."""
+    line = 'exec "$@" ' + closed
+    command = ["sh", "-c", line, "sh", sys.executable, "-m", "kvtier"]
+    shown = subprocess.run([*command, *SHOWN], capture_output=True, text=True, timeout=60, check=False)
+    assert (shown.returncode, shown.stderr) == (0, "") and bool(shown.stdout) == ("1>" not in closed)
+    wrong = subprocess.run([*command, *MISTAKEN, "--json"], capture_output=True, text=True, timeout=60, check=False)
+    assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
+    asking = "from kvtier.cli.output import confirm; from kvtier import cli; cli.COMMANDS = (cli.Command('config ask', "
+    asking += "'kvtier.cli.output:confirm', ''),); cli.main(['config', 'ask', 'Delete?'])"
+    asked = subprocess.run([*command[:-2], "-c", asking], stdin=subprocess.DEVNULL, check=False, timeout=60)
+    assert asked.returncode == Exit.DECLINED
+
+
+def test_letters_that_the_terminal_has_not_are_spelt(tmp_path: Path) -> None:
+    (tmp_path / "k.yaml").write_text("tiers: {g3: {path: /no/such/é/kv, capacity: 1GiB}}\n", encoding="utf-8")
+    for words in (["doctor", tmp_path / "k.yaml"], ["config", "show", tmp_path / "k.yaml"]):
+        environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+        command = [sys.executable, "-m", "kvtier", *map(str, words)]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == (words[0] == "doctor") and done.stderr == "" and "\\xe9" in done.stdout
+
+
+def test_an_error_whose_reader_has_gone_keeps_its_status() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "kvtier", *MISTAKEN, "--json"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(write)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+
+
 def test_an_error_of_an_old_name_is_json_too(run: Run) -> None:
     assert json.loads(run("gc", "--no-such-option", "--json").out)["error"]["status"] == 2
     assert kvtier.cli.renamed(["gc"])
