@@ -79,16 +79,17 @@ def as_stored(config: Config, namespace: Namespace) -> Config:
 
 
 def cut_down(config: Config, namespace: Namespace) -> Config:
-    """`config` with one slot of G2, for a process that stores no blocks, and with the capacity that the G3 store has:
-    opened with another one it would change its size, and lose what lies beyond. Raises ConfigError, FormatError or
-    TierError."""
+    """`config` for a process that stores no blocks, beside those that do: with one slot of G2, without a trace socket,
+    which is the engine's, and with the capacity that the G3 store has: opened with another one it would change its
+    size, and lose what lies beyond. Raises ConfigError, FormatError or TierError."""
     tiers = config.tiers
     g3 = tiers.g3
     if g3 is not None and _is_there(g3):
         with _looking_after(g3.path) as store:
             g3 = g3.model_copy(update={"capacity": store.capacity})
     small = G2(capacity=namespace.block_bytes + 4096 * namespace.ranks_served)
-    return config.model_copy(update={"tiers": tiers.model_copy(update={"g2": small, "g3": g3})})
+    trace = config.trace.model_copy(update={"socket": None})
+    return config.model_copy(update={"tiers": tiers.model_copy(update={"g2": small, "g3": g3}), "trace": trace})
 
 
 def _is_there(g3: G3) -> bool:

@@ -14,6 +14,8 @@ import kvtier
 from kvtier.clock import SystemClock
 from kvtier.testing import payloads_of, sample_namespace
 from kvtier.tiers.disk.maintenance import looking_after
+from tests.support.trace_socket import listens
+from tests.support.waiting import eventually
 
 NS = sample_namespace(4096)
 
@@ -144,3 +146,14 @@ def held(place: Path) -> tuple[int, int]:
     with looking_after([place / "g3"], SystemClock()) as store:
         found = store.inspect()
     return found["blocks"], found["capacity_bytes"]
+
+
+def test_a_command_leaves_the_trace_socket_to_the_engine(run: Callable[..., Any], place: Path) -> None:
+    with (place / "kvtier.yaml").open("a") as file:
+        file.write(f"trace: {{socket: {place}/trace.sock}}\n")
+    of_namespace = ("--namespace", place / "namespace.json")
+    with kvtier.open(place / "kvtier.yaml", NS):
+        assert eventually(lambda: listens(place / "trace.sock"))
+        assert run("pin", "list", place / "kvtier.yaml", *of_namespace).status == 0
+        assert purge(run, place, "--salt", "a", "--yes").status == 0
+        assert run("reload", place / "kvtier.yaml", "--json").json()["changed"] == []
