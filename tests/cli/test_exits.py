@@ -200,6 +200,31 @@ def test_a_file_that_cannot_be_written_is_named_and_stays_as_it_was(tmp_path: Pa
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert ending_of(caught.value).line.startswith(f"{file}: No space left on device; free space there")
     assert file.read_text() == "mine" and list(tmp_path.iterdir()) == [file]
+    with pytest.raises(OSError) as caught, replacing(file / "below"):
+        pass
+    assert ending_of(caught.value).line == f"{file}/below: Not a directory"
+
+
+def test_a_file_is_replaced_beside_what_others_have_there(tmp_path: Path) -> None:
+    """The file for the time of writing had a name that may be somebody's own, and a link was replaced by a file."""
+    (tmp_path / "mine.yaml.new").write_text("mine")
+    (tmp_path / "link.yaml").symlink_to("mine.yaml")
+    with replacing(tmp_path / "link.yaml") as outer:
+        outer.write("outer")
+        with replacing(tmp_path / "mine.yaml") as inner:
+            inner.write("inner")
+    assert (tmp_path / "mine.yaml").read_text() == "outer" and (tmp_path / "link.yaml").is_symlink()
+    assert (tmp_path / "mine.yaml.new").read_text() == "mine" and len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("words", [["init", "--force"], ["trace", "convert", "trace.jsonl", "--force", "--out"]])
+def test_what_is_no_file_is_not_replaced_by_one(run: Run, tmp_path: Path, words: list[str]) -> None:
+    """Root may replace a device such as /dev/null."""
+    (tmp_path / "trace.jsonl").write_text('{"timestamp": 0, "hash_ids": [1], "input_length": 9, "output_length": 1}\n')
+    os.mkfifo(tmp_path / "pipe")
+    done = run(*(tmp_path / word if word == "trace.jsonl" else word for word in words), tmp_path / "pipe")
+    assert done.status == 2 and f"{tmp_path}/pipe is no file" in done.err and done.err.count("\n") == 1
+    assert (tmp_path / "pipe").is_fifo()
 
 
 DEEP = "[" * 100_000
