@@ -206,6 +206,29 @@ def test_another_program_at_the_socket_is_named(line: bytes) -> None:
         Recording(io.StringIO()).begin(line)
 
 
+@pytest.mark.parametrize("says", [b"", b"HTTP/1.1 400 Bad Request\n"])
+def test_a_socket_that_tells_nothing_costs_no_earlier_recording(path: Path, tmp_path: Path, says: bytes) -> None:
+    """Nor is an empty file left, which the next try would not replace."""
+    (tmp_path / "earlier.jsonl").write_text("earlier")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen()
+
+        def answer() -> None:
+            for _ in range(2):
+                connection, _ = listening.accept()
+                with connection:
+                    connection.sendall(says)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        for name in ("earlier.jsonl", "new.jsonl"):
+            with pytest.raises((SocketSilent, FormatError)):
+                record(path, tmp_path / name, force=True)
+        thread.join()
+    assert (tmp_path / "earlier.jsonl").read_text() == "earlier" and not (tmp_path / "new.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     "line", [b"{}", b'{"at": 1, "input": 1, "output": 0, "missed": 0, "ids": "*"}', b'{"at": "x"}', b'{"at": 1e999}']
 )

@@ -8,9 +8,12 @@ statuses.
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 import kvtier
 
@@ -90,21 +93,42 @@ is meant where options follow it."""
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command. Exits the process; blocks as long as the command does."""
+    _prepare_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     name, args = "kvtier", words
     if old := renamed(words):
         print(f"kvtier: `kvtier {old}` is now `kvtier {RENAMED[old][0]}`", file=sys.stderr)
         name, args = f"kvtier {old}", words[len(old.split()) :]
+    status = 0
     try:
         status = _run(words, name, args)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader of our output has closed it (`kvtier … | head`): no error, and no place to write to.
-        import os
-
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 0
+        pass  # the reader of our output has closed it (`kvtier … | head`): no error
+    except OSError as error:
+        status = _report(_ending(error), error, as_json=False)
+    for stream in (sys.stdout, sys.stderr):
+        _let_go(stream)
     sys.exit(status)
+
+
+def _prepare_streams() -> None:
+    """Have all three standard streams, and writes that fail for no letter. A closed one goes where nobody reads: else
+    the next file that is opened has its number, and what is printed may go there."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - for as long as the process lives
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _let_go(stream: TextIO) -> None:
+    """What cannot be written is not tried again as the interpreter ends."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _run(words: Sequence[str], name: str, args: Sequence[str]) -> int:
@@ -152,13 +176,16 @@ def _report(ending: Ending, error: BaseException, *, as_json: bool) -> int:
     if ending.status is Exit.DEFECT:
         import traceback
 
-        traceback.print_exception(error)
+        with suppress(OSError):
+            traceback.print_exception(error)
     if as_json:
         import json
 
         found = {"kind": ending.kind, "message": ending.line, "status": int(ending.status)}
-        print(json.dumps({"error": found}))
-    print(f"kvtier: {printable(ending.line)}", file=sys.stderr)  # it may name what others have named
+        with suppress(OSError):
+            print(json.dumps({"error": found}), flush=True)
+    with suppress(OSError):
+        print(f"kvtier: {printable(ending.line)}", file=sys.stderr, flush=True)  # it may name what others have named
     return ending.status
 
 

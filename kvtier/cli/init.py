@@ -91,13 +91,15 @@ def init(
 
 def write(file: Path, text: str) -> None:
     """Replace the file if kvtier reads this text. Raises ConfigError; then the file is as it was."""
+    written = ""
     try:
         with replacing(file) as new:
+            written = new.name
             new.write(text)
             new.flush()
             Config.load(new.name)
     except (ConfigError, UnicodeEncodeError) as wrong:
-        reason = str(wrong).replace(f"{file.name}.new", file.name)
+        reason = str(wrong).replace(written, str(file))
         raise ConfigError(f"{file}: nothing was written, since kvtier would not read it: {reason}") from None
 
 

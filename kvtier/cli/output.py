@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -16,6 +18,7 @@ from rich.table import Table
 
 from kvtier.bench.record import record, save
 from kvtier.cli.exits import Declined
+from kvtier.errors import InvalidRequest
 from kvtier.units import printable
 
 FILE_COLUMNS = 200
@@ -87,18 +90,22 @@ def counting(total: int, title: str) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def replacing(file: Path) -> Iterator[TextIO]:
-    """A text file that takes `file`'s place once all of it is written: until then, and where that fails, what was there
-    stays. An error names the file."""
-    new = file.with_name(f"{file.name}.new")
+    """A text file that takes the place of `file`, or of what that links to, once all of it is written: until then, and
+    where that fails, what was there stays. An error names the file. Raises InvalidRequest for a device or directory."""
+    place = Path(os.path.realpath(file))
+    if place.exists() and not place.is_file():
+        raise InvalidRequest(f"{file} is no file; name one, or one to be made")
+    new = place.with_name(f".kvtier-{secrets.token_hex(8)}.new")
     try:
-        with new.open("w", encoding="utf-8") as text:
+        with new.open("x", encoding="utf-8") as text:
             yield text
-        new.replace(file)
+        new.replace(place)
     except OSError as wrong:
         wrong.filename, wrong.filename2 = str(file), None
         raise
     finally:
-        new.unlink(missing_ok=True)
+        with suppress(OSError):  # there is none, or the error above is the one to tell
+            new.unlink()
 
 
 def confirm(question: str) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from kvtier.clock import SystemClock
-from kvtier.config import G2, Config
+from kvtier.config import G2, G3, Config
 from kvtier.config.strict_yaml import TEXT_BYTES_MAX
 from kvtier.errors import ConfigError, IdentityError, InvalidRequest
 from kvtier.identity.namespace import Namespace
+
+if TYPE_CHECKING:
+    from kvtier.tiers.disk.maintenance import Maintenance
 
 
 def read_namespace(path: Path) -> Namespace:
@@ -44,9 +48,7 @@ def read_namespaces(path: Path) -> list[Namespace]:
 
 def namespaces_in(paths: Sequence[Path]) -> dict[bytes, dict[str, Any]]:
     """Digest → fields of the namespaces of the G3 store at `paths`. Raises ConfigError or FormatError."""
-    from kvtier.tiers.disk.maintenance import looking_after
-
-    with looking_after(paths, SystemClock()) as store:
+    with _looking_after(paths) as store:
         return {digest: fields for digest, fields in store.namespaces().items() if fields}
 
 
@@ -58,7 +60,7 @@ def as_stored(config: Config, namespace: Namespace) -> Config:
     g3, g4 = tiers.g3, tiers.g4
     if g4 is not None and (folder := _folder_of(g4.url)) is not None and not folder.is_dir():
         raise ConfigError(f"tiers.g4.url: there is no directory {folder}; nothing was changed")
-    if g3 is not None and not any((path / "STORE.json").exists() for path in g3.path):
+    if g3 is not None and not _is_there(g3):
         if g4 is None:
             named = ", ".join(map(str, g3.path))
             raise ConfigError(f"tiers.g3.path: there is no store in {named}; nothing was changed")
@@ -77,9 +79,27 @@ def as_stored(config: Config, namespace: Namespace) -> Config:
 
 
 def cut_down(config: Config, namespace: Namespace) -> Config:
-    """`config` with one slot of G2, for a process that stores no blocks."""
+    """`config` for a process that stores no blocks, beside those that do: with one slot of G2, without a trace socket,
+    which is the engine's, and with the capacity that the G3 store has: opened with another one it would change its
+    size, and lose what lies beyond. Raises ConfigError, FormatError or TierError."""
+    tiers = config.tiers
+    g3 = tiers.g3
+    if g3 is not None and _is_there(g3):
+        with _looking_after(g3.path) as store:
+            g3 = g3.model_copy(update={"capacity": store.capacity})
     small = G2(capacity=namespace.block_bytes + 4096 * namespace.ranks_served)
-    return config.model_copy(update={"tiers": config.tiers.model_copy(update={"g2": small})})
+    trace = config.trace.model_copy(update={"socket": None})
+    return config.model_copy(update={"tiers": tiers.model_copy(update={"g2": small, "g3": g3}), "trace": trace})
+
+
+def _is_there(g3: G3) -> bool:
+    return any((path / "STORE.json").exists() for path in g3.path)
+
+
+def _looking_after(paths: Sequence[Path]) -> AbstractContextManager[Maintenance]:
+    from kvtier.tiers.disk.maintenance import looking_after
+
+    return looking_after(paths, SystemClock())
 
 
 def _folder_of(url: str) -> Path | None:

@@ -4,15 +4,15 @@ other formats."""
 from __future__ import annotations
 
 import contextlib
-import socket
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from kvtier.bench.retention.recording import Recording, write_mooncake, write_trace
+from kvtier.bench.retention.recording import Recording, block_tokens_of, write_mooncake, write_trace
 from kvtier.bench.retention.traces import load_trace
 from kvtier.cli.output import Json, console, replacing, write_json
 from kvtier.cli.trace_socket import SILENT, SocketSilent, connected, lines_of, socket_of
@@ -46,12 +46,18 @@ def record(source: Source, out: Out, duration: For = None, force: Force = False,
     if out.exists() and not force:
         raise InvalidRequest(f"{out} is there already; name another file, or replace it with --force")
     began = time.monotonic()
-    with connected(path) as connection, out.open("w", encoding="utf-8") as file:
-        recording = Recording(file)
-        if not json:
-            print(f"kvtier: recording {path} into {out}; Ctrl-C ends it", file=sys.stderr)
-        with contextlib.suppress(KeyboardInterrupt):
-            _follow(connection, recording, began + limit_s)
+    with connected(path) as connection:
+        told = lines_of(connection, began + limit_s, LINE_BYTES_MAX)
+        if not (first := next(told, b"")):
+            raise SocketSilent(SILENT)
+        block_tokens_of(first)  # raises: what OUT has stays
+        with out.open("w", encoding="utf-8") as file:
+            recording = Recording(file)
+            if not json:
+                print(f"kvtier: recording {path} into {out}; Ctrl-C ends it", file=sys.stderr)
+            with contextlib.suppress(KeyboardInterrupt):
+                recording.begin(first)
+                _follow(told, recording)
     spent = round(time.monotonic() - began, 1)
     if json:
         found = {"requests": recording.requests, "blocks": recording.blocks, "missed": recording.missed}
@@ -87,13 +93,7 @@ def convert(
     )
 
 
-def _follow(connection: socket.socket, recording: Recording, until_s: float) -> None:
+def _follow(told: Iterator[bytes], recording: Recording) -> None:
     """Take lines in until the time is over, the engine has ended, or the recording is full."""
-    begun = False
-    for line in lines_of(connection, until_s, LINE_BYTES_MAX):
-        (recording.add if begun else recording.begin)(line)
-        begun = True
-        if recording.full:
-            break
-    if not begun:
-        raise SocketSilent(SILENT)
+    while not recording.full and (line := next(told, None)) is not None:
+        recording.add(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,9 @@ from kvtier.units import (
 )
 
 PATH_CHARS_MAX = 4096
+SOCKET_BYTES_MAX = 107
+"""Of a Unix socket's path, as Linux has it."""
+
 KEY_FILE, DATA_KEYS, SOCKET = "/etc/kvtier/keys.yaml", "/var/lib/kvtier/data-keys", "/run/kvtier/trace.sock"  # examples
 SECONDS_MAX = 10 * 365 * 86400
 PRICES = {"put": 0.005, "get": 0.0004, "gb_month": 0.023}
@@ -59,13 +63,17 @@ def _paths(value: Any) -> tuple[Path, ...]:
     return paths
 
 
-def _full_path(example: str) -> BeforeValidator:
-    """A path that does not depend on where the process was started."""
+def _full_path(example: str, bytes_max: int | None = None) -> BeforeValidator:
+    """A path that does not depend on where the process was started; `bytes_max`: of a socket."""
 
     def read(value: Any) -> Path:
         path = Path(_text(str(value) if isinstance(value, Path) else value))
         if not path.is_absolute():
             raise InvalidRequest(f"{shorten(str(path))}: write the full path, such as {example}")
+        if bytes_max is not None and (size := len(os.fsencode(path))) > bytes_max:
+            raise InvalidRequest(
+                f"{shorten(str(path))} has {size} bytes; a socket's path has at most {bytes_max}, such as {example}"
+            )
         return path
 
     return BeforeValidator(read)
@@ -174,7 +182,7 @@ Paths = Annotated[
 ]
 File = Annotated[Path, _full_path(KEY_FILE), _schema("string", KEY_FILE)]
 Folder = Annotated[Path, _full_path(DATA_KEYS), _schema("string", DATA_KEYS)]
-Socket = Annotated[Path, _full_path(SOCKET), _schema("string", SOCKET)]
+Socket = Annotated[Path, _full_path(SOCKET, SOCKET_BYTES_MAX), _schema("string", SOCKET)]
 Plugin = Annotated[str, BeforeValidator(_plugin), _schema("string", "vault")]
 Version = Annotated[int, BeforeValidator(_version), WithJsonSchema({"const": 1})]
 Url = Annotated[str, BeforeValidator(_url), _schema("string", "s3://bucket/prefix")]

@@ -95,6 +95,59 @@ def test_a_reader_that_goes_away_is_no_error(words: list[str]) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+SHOWN = ["config", "show", str(ROOT / "configs" / "laptop.yaml")]
+MISTAKEN = ["config", "check", "/no/such/file.yaml"]
+
+
+@pytest.mark.parametrize("full", ["stdout", "stderr"])
+@pytest.mark.parametrize(
+    ("words", "status"), [(SHOWN, 3), ([*SHOWN, "--json"], 3), (MISTAKEN, 2), ([*MISTAKEN, "--json"], 2)]
+)
+def test_output_that_cannot_be_written_is_told_in_a_line(words: list[str], status: int, full: str) -> None:
+    with open("/dev/full", "w") as device:
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, full: device}
+        command = [sys.executable, "-m", "kvtier", *words]
+        done = subprocess.run(command, text=True, timeout=60, check=False, **streams)
+    if full == "stderr":
+        assert done.returncode == (0 if words[1] == "show" else 2)
+        return
+    assert (done.returncode, done.stderr.count("\n")) == (status, 1)
+    assert ("No space left" in done.stderr) == (status == 3)
+
+
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_a_closed_stream_is_one_that_nobody_reads(tmp_path: Path, closed: str) -> None:
+    """Nor does a file that the command opens take its place: what is written there would go into that file."""
+    line = 'exec "$@" ' + closed
+    command = ["sh", "-c", line, "sh", sys.executable, "-m", "kvtier"]
+    shown = subprocess.run([*command, *SHOWN], capture_output=True, text=True, timeout=60, check=False)
+    assert (shown.returncode, shown.stderr) == (0, "") and bool(shown.stdout) == ("1>" not in closed)
+    wrong = subprocess.run([*command, *MISTAKEN, "--json"], capture_output=True, text=True, timeout=60, check=False)
+    assert wrong.returncode == 2 and "Traceback" not in wrong.stderr
+    asking = "from kvtier.cli.output import confirm; from kvtier import cli; cli.COMMANDS = (cli.Command('config ask', "
+    asking += "'kvtier.cli.output:confirm', ''),); cli.main(['config', 'ask', 'Delete?'])"
+    asked = subprocess.run([*command[:-2], "-c", asking], stdin=subprocess.DEVNULL, check=False, timeout=60)
+    assert asked.returncode == Exit.DECLINED
+
+
+def test_letters_that_the_terminal_has_not_are_spelt(tmp_path: Path) -> None:
+    (tmp_path / "k.yaml").write_text("tiers: {g3: {path: /no/such/é/kv, capacity: 1GiB}}\n", encoding="utf-8")
+    for words in (["doctor", tmp_path / "k.yaml"], ["config", "show", tmp_path / "k.yaml"]):
+        environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+        command = [sys.executable, "-m", "kvtier", *map(str, words)]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == (words[0] == "doctor") and done.stderr == "" and "\\xe9" in done.stdout
+
+
+def test_an_error_whose_reader_has_gone_keeps_its_status() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "kvtier", *MISTAKEN, "--json"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(write)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+
+
 def test_an_error_of_an_old_name_is_json_too(run: Run) -> None:
     assert json.loads(run("gc", "--no-such-option", "--json").out)["error"]["status"] == 2
     assert kvtier.cli.renamed(["gc"])
@@ -147,6 +200,31 @@ def test_a_file_that_cannot_be_written_is_named_and_stays_as_it_was(tmp_path: Pa
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert ending_of(caught.value).line.startswith(f"{file}: No space left on device; free space there")
     assert file.read_text() == "mine" and list(tmp_path.iterdir()) == [file]
+    with pytest.raises(OSError) as caught, replacing(file / "below"):
+        pass
+    assert ending_of(caught.value).line == f"{file}/below: Not a directory"
+
+
+def test_a_file_is_replaced_beside_what_others_have_there(tmp_path: Path) -> None:
+    """The file for the time of writing had a name that may be somebody's own, and a link was replaced by a file."""
+    (tmp_path / "mine.yaml.new").write_text("mine")
+    (tmp_path / "link.yaml").symlink_to("mine.yaml")
+    with replacing(tmp_path / "link.yaml") as outer:
+        outer.write("outer")
+        with replacing(tmp_path / "mine.yaml") as inner:
+            inner.write("inner")
+    assert (tmp_path / "mine.yaml").read_text() == "outer" and (tmp_path / "link.yaml").is_symlink()
+    assert (tmp_path / "mine.yaml.new").read_text() == "mine" and len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("words", [["init", "--force"], ["trace", "convert", "trace.jsonl", "--force", "--out"]])
+def test_what_is_no_file_is_not_replaced_by_one(run: Run, tmp_path: Path, words: list[str]) -> None:
+    """Root may replace a device such as /dev/null."""
+    (tmp_path / "trace.jsonl").write_text('{"timestamp": 0, "hash_ids": [1], "input_length": 9, "output_length": 1}\n')
+    os.mkfifo(tmp_path / "pipe")
+    done = run(*(tmp_path / word if word == "trace.jsonl" else word for word in words), tmp_path / "pipe")
+    assert done.status == 2 and f"{tmp_path}/pipe is no file" in done.err and done.err.count("\n") == 1
+    assert (tmp_path / "pipe").is_fifo()
 
 
 DEEP = "[" * 100_000

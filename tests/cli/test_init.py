@@ -127,7 +127,7 @@ def test_a_preset_that_lacks_a_secret_names_the_file_and_the_variable(
 ) -> None:
     monkeypatch.delenv("KVTIER_SECRET", raising=False)
     done = run("init", tmp_path / "x.yaml", "--preset", "shared-s3")
-    assert done.status == 2 and "KVTIER_SECRET is not set" in done.err and "x.yaml.new" not in done.err
+    assert done.status == 2 and "KVTIER_SECRET is not set" in done.err and ".new" not in done.err
 
 
 def test_a_directory_that_is_not_there_is_named(run: Run, tmp_path: Path) -> None:

@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 
 import kvtier
+from kvtier.clock import SystemClock
 from kvtier.testing import payloads_of, sample_namespace
+from kvtier.tiers.disk.maintenance import looking_after
+from tests.support.trace_socket import listens
+from tests.support.waiting import eventually
 
 NS = sample_namespace(4096)
 
@@ -119,3 +123,37 @@ def test_a_bucket_that_is_no_directory_is_named(run: Callable[..., Any], place: 
     configured(place, bucket=True)
     done = purge(run, place, "--salt", "a", "--yes")
     assert done.status == 2 and f"no directory {place}/g4" in done.err and not (place / "g4").exists()
+
+
+@pytest.mark.parametrize("capacity", ["256KiB", "1GiB"])
+def test_a_command_leaves_the_store_as_large_as_it_is(run: Callable[..., Any], place: Path, capacity: str) -> None:
+    stored(place, "a", *map(str, range(30)))
+    before = held(place)
+    text = (place / "kvtier.yaml").read_text()
+    (place / "kvtier.yaml").write_text(text.replace("64MiB", capacity))
+    (place / "prompt.json").write_text(json.dumps(list(range(64))))
+    of_namespace = ("--namespace", place / "namespace.json")
+    lasting = ("--ttl", "1d", "--tokens", place / "prompt.json")
+    assert run("pin", "create", place / "kvtier.yaml", "p", *of_namespace, *lasting).status == 0
+    assert run("pin", "list", place / "kvtier.yaml", *of_namespace).status == 0
+    assert held(place) == before
+    assert purge(run, place, "--salt", "a", "--yes").json()["purged_blocks"] == 4
+    assert held(place) == (before[0] - 4, before[1])
+
+
+def held(place: Path) -> tuple[int, int]:
+    """Blocks, and the capacity."""
+    with looking_after([place / "g3"], SystemClock()) as store:
+        found = store.inspect()
+    return found["blocks"], found["capacity_bytes"]
+
+
+def test_a_command_leaves_the_trace_socket_to_the_engine(run: Callable[..., Any], place: Path) -> None:
+    with (place / "kvtier.yaml").open("a") as file:
+        file.write(f"trace: {{socket: {place}/trace.sock}}\n")
+    of_namespace = ("--namespace", place / "namespace.json")
+    with kvtier.open(place / "kvtier.yaml", NS):
+        assert eventually(lambda: listens(place / "trace.sock"))
+        assert run("pin", "list", place / "kvtier.yaml", *of_namespace).status == 0
+        assert purge(run, place, "--salt", "a", "--yes").status == 0
+        assert run("reload", place / "kvtier.yaml", "--json").json()["changed"] == []

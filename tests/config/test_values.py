@@ -174,6 +174,7 @@ def test_measurements_go_to_the_users_cache_folder() -> None:
         ({"retention": {"classes": {"brief": {"ttl": "4000d"}}}}, "at most 10 years"),
         ({"tiers": {"g3": {"path": ["/a", "/a/"], "capacity": "1GiB"}}}, "the same directory is listed twice"),
         ({"retention": {"classes": {"a b": {"ttl": "1h"}}}}, "is not a name of 1"),
+        ({"trace": {"socket": "/" + "é" * 54}}, "trace.socket: .* has 109 bytes; a socket's path has at most 107"),
         ({"retention": {"classes": {f"c{number}": {"ttl": "1h"} for number in range(1000)}}}, "at most"),
     ],
 )

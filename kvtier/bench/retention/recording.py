@@ -38,11 +38,8 @@ class Recording:
         return self.blocks >= BLOCKS_MAX
 
     def begin(self, line: bytes) -> None:
-        """Take the first line in. Raises FormatError where another program, or another release, answers."""
-        header = _object(line)
-        if header.get(KEY) != VERSION or type(header.get("block_tokens")) is not int:
-            raise FormatError("what answers is no trace socket of this release of kvtier")
-        self._write({KEY: VERSION, "block_tokens": header["block_tokens"]})
+        """Take the first line in. Raises like `block_tokens_of`."""
+        self._write({KEY: VERSION, "block_tokens": block_tokens_of(line)})
 
     def add(self, line: bytes) -> None:
         """Take one request in. Raises FormatError."""
@@ -75,6 +72,16 @@ class Recording:
     def write(out: TextIO, line: Mapping[str, Any]) -> None:
         """A line of the file."""
         out.write(json.dumps(line) + "\n")
+
+
+def block_tokens_of(line: bytes) -> int:
+    """What the first line of a trace socket says. Raises FormatError where another program, or another release,
+    answers."""
+    header = _object(line)
+    found = header.get("block_tokens")
+    if header.get(KEY) != VERSION or type(found) is not int:
+        raise FormatError("what answers is no trace socket of this release of kvtier")
+    return found
 
 
 def write_trace(trace: Trace, out: TextIO) -> None:

@@ -116,6 +116,7 @@ def prepare(parts: Sequence[Path]) -> None:
                 part, "others" if mode & stat.S_IWOTH else "its group", part,
             )  # fmt: skip
         _refuse_remote(part)
+    _refuse_twice(parts)
 
 
 def check(parts: Sequence[Path]) -> None:
@@ -127,6 +128,16 @@ def check(parts: Sequence[Path]) -> None:
         if not place.is_dir():
             raise ConfigError(f"tiers.g3.path {part}: {place} is no directory; give one, or the name of one to be made")
         _refuse_remote(place)
+
+
+def _refuse_twice(parts: Sequence[Path]) -> None:
+    """One directory has one marker, and so is one part."""
+    seen: dict[tuple[int, int], Path] = {}
+    for part in parts:
+        found = part.stat()
+        if first := seen.get((found.st_dev, found.st_ino)):
+            raise ConfigError(f"tiers.g3.path {part} is the same directory as {first}; name each once")
+        seen[found.st_dev, found.st_ino] = part
 
 
 def _refuse_remote(part: Path) -> None:

@@ -91,6 +91,11 @@ class Maintenance:
         self._store = store
         self._clock = clock
 
+    @property
+    def capacity(self) -> int:
+        """Of the store, in bytes."""
+        return self._store.geometry.capacity
+
     def inspect(self) -> dict[str, Any]:
         """The store's contents, as plain values. Reads the index; no payload."""
         store, wall_s = self._store, self._clock.wall()

@@ -108,3 +108,14 @@ async def test_parts_of_different_stores_are_refused(tmp_path: Path) -> None:
         await DiskTier([tmp_path / "a", tmp_path / "d"], 1 << 20, NAMESPACE, clock=VirtualClock()).open()
     with pytest.raises(ConfigError):
         await DiskTier([tmp_path / "b", tmp_path / "a"], 1 << 20, NAMESPACE, clock=VirtualClock()).open()
+
+
+@pytest.mark.parametrize("other", ["b/../a", "link"])
+async def test_one_directory_by_two_names_is_refused(tmp_path: Path, other: str) -> None:
+    """It cannot be both parts: the next start would not know the store."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ConfigError, match="the same directory as"):
+        await DiskTier([tmp_path / "a", tmp_path / other], 1 << 20, NAMESPACE, clock=VirtualClock()).open()
+    assert not (tmp_path / "a" / "STORE.json").exists()
