@@ -2,7 +2,7 @@
 
     PART 0/PURGES     RECORDS records of 64 bytes, made whole when the store is opened
 
-    record 0          "kvtpurge", u64 that every change alters, 40 bytes 0, u64 XXH3-64 over those 56
+    record 0          "kvtpurge", u64 drawn with each change, 40 bytes 0, u64 XXH3-64 over those 56
     any other         namespace (32) ‖ scope (16) ‖ f64 time ‖ u64 XXH3-64 over those 56; all 0: unused
 
 A commit needs new pages of the index, which a full volume or a process that stands still may deny; this file needs
@@ -17,6 +17,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import secrets
 import struct
 import threading
 import time
@@ -144,7 +145,8 @@ class PurgeLog:
 
     def _changed(self) -> None:
         """Tell those that have read the file. Without a sync: after a loss of power all read it anew."""
-        head = _HEADER.pack(_MAGIC, time.monotonic_ns(), 0)[:-8]
+        # Drawn: a clock may stand still between two changes, and a count comes twice where a failed sync takes it back.
+        head = _HEADER.pack(_MAGIC, secrets.randbits(64), 0)[:-8]
         os.pwrite(self._fd, head + xxhash.xxh3_64_intdigest(head).to_bytes(8, "little"), 0)
 
     @contextlib.contextmanager

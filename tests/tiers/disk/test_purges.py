@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -170,6 +171,31 @@ def test_a_reader_that_is_overtaken_hides_no_purge(tmp_path: Path) -> None:
     Interrupted.armed = True
     assert len(log.pending()) == 2
     assert len(log.pending()) == 2, "a purge is not seen"
+
+
+def test_a_purge_that_follows_a_change_within_one_reading_of_the_clock_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some machines have a clock that stands still for milliseconds."""
+    monkeypatch.setattr(time, "monotonic_ns", lambda: 5)
+    log, one, next_one = PurgeLog(tmp_path / "PURGES"), bytes([1]) * SCOPED_BYTES, bytes([2]) * SCOPED_BYTES
+    log.record(one, Wall(1))
+    log.settle({one: Wall(1)})
+    assert log.pending() == {}
+    log.record(next_one, Wall(2))
+    assert log.pending() == {next_one: 2.0}
+
+
+def test_a_purge_behind_a_change_that_a_failed_sync_took_back_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "PURGES"
+    log, names = PurgeLog(path), [bytes([number]) * SCOPED_BYTES for number in range(3)]
+    log.record(names[0], Wall(1))
+    durable = path.read_bytes()
+    log.record(names[1], Wall(2))
+    assert log.pending().keys() == {*names[:2]}
+    path.write_bytes(durable)
+    log.record(names[2], Wall(3))
+    assert log.pending().keys() == {names[0], names[2]}
 
 
 def test_a_log_that_cannot_be_opened_is_no_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
