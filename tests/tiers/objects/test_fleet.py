@@ -208,6 +208,7 @@ async def test_two_deltas_of_one_instant_are_both_read() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 async def test_a_thousand_replicas_ask_no_more_than_a_hundred() -> None:
     hundred, thousand = await per_minute(100), await per_minute(1000)
     print(f"requests per replica and minute: 100: {hundred}, 1000: {thousand}")

@@ -184,6 +184,7 @@ def test_memory_is_bounded_whatever_the_stride() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_a_million_units_take_600_bytes_each_and_no_step_takes_long() -> None:
     rng, count = random.Random(5), 1 << 20
     index = ObjectIndex(16, hash)
