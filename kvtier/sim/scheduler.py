@@ -380,6 +380,8 @@ class Scheduler:
         self._lost.discard(asked.request_id)
         if asked in self._running:
             self._running.remove(asked)
+            if not asked.stale:  # of a step under way, too: it ends though nobody waits for its answer
+                self._ledger.offered(asked.chain[: asked.num_computed_tokens // SIZE])
         if asked in self._waiting:
             self._waiting.remove(asked)
         asked.state = "over"
