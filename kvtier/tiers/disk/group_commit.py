@@ -75,7 +75,7 @@ class GroupCommit:
     when no job came for `idle_s`, and at the end. Both return whether `idle` has more to do, and is called soon then.
     Where one of them raises, `failed(error)` says after how many seconds the thread goes on, and the jobs in hand fail.
     `expected()` tells how many jobs are about to come, and how many seconds apart: a commit waits for those, as long as
-    for one of them, within GATHER_S_MIN and GATHER_S_MAX. `beside()` tells on how many blocks `commit` may work besides:
+    for one of them, within GATHER_S_MIN and GATHER_S_MAX. `beside()` tells on how many blocks `commit` works besides:
     the jobs come to so many fewer than BLOCKS_PER_COMMIT_MAX, but one is taken in any case.
     """
 
