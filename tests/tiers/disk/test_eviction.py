@@ -86,6 +86,20 @@ async def test_nothing_is_taken_for_dead_while_the_clock_is_in_doubt(tmp_path: P
         assert await put(tier, chain(2), terms=PLAIN, parents=True) == [Stored.STORED] * 6
 
 
+async def test_a_search_while_the_clock_is_in_doubt_finds_what_came_behind_its_beginning(tmp_path: Path) -> None:
+    """Where it passed over retained blocks, and a colder one was stored since."""
+    clock = VirtualClock()
+    async with opened(tmp_path / "g3", 12, clock=TrustedClock(clock)) as tier:
+        await put(tier, chain(0), terms=PLAIN, parents=True)
+        assert all(await tier.retain(chain(0), clock.wall() + 60, None))
+        await put(tier, chain(1), terms=PLAIN, parents=True)
+        clock.jump_wall(3600)
+        assert await put(tier, chain(2), terms=PLAIN, parents=True) == [Stored.STORED] * 6
+        assert await tier.evict(chain(2)) == 6
+        assert await put(tier, chain(3), terms=CHEAP, parents=True) == [Stored.STORED] * 6
+        assert await put(tier, chain(4), terms=PLAIN, parents=True) == [Stored.STORED] * 6
+
+
 async def test_the_least_worth_goes_first_however_recent(tmp_path: Path) -> None:
     async with opened(tmp_path / "g3", 12) as tier:
         await put(tier, chain(0), terms=PLAIN, parents=True)
