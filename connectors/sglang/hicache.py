@@ -36,6 +36,7 @@ from kvtier.identity.keys import SHARED, BlockKey
 from kvtier.identity.namespace import Namespace
 from kvtier.metrics import serve
 from kvtier.tiers.host.slot import copy_in, copy_out
+from kvtier.times import Wall
 
 log = logging.getLogger(__name__)
 
@@ -229,13 +230,14 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
         chain, start = self._chain(keys, extra_info)
         pages = self._pages(host_indices)
         manager, reached = cache.manager, start
+        work = manager.hierarchy.begin(Wall("-inf"))  # on pages that are older: a purge from now on holds for all
         deadline = SystemClock().monotonic() + self._settings.config.deadlines.put
         while reached < len(chain):
             version = manager.space.version
             space = manager.queue_space() if manager.lower else len(chain)
             if space:
                 stop = min(len(chain), reached + space)
-                slots, reached = manager.reserve(chain, reached, stop, self._control.terms)
+                slots, reached = manager.reserve(chain, reached, stop, self._control.terms, work=work)
                 generations = [slot.generation for slot in slots]
                 try:
                     for slot in slots:
@@ -246,7 +248,9 @@ class KVTierStorage(WeightsListener, HiCacheStorage):  # type: ignore[misc]  # s
                 manager.commit(chain, slots, generations)
                 if reached == stop:
                     continue
-            if not cache.submit(manager.space.wait(deadline, version)).result():
+            with manager.lock:
+                purged = work.lost(chain[:1])
+            if purged or not cache.submit(manager.space.wait(deadline, version)).result():
                 break
         manager.finish_put(chain)
         return reached - start

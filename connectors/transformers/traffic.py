@@ -25,7 +25,7 @@ from kvtier.retention.terms import Terms
 from kvtier.tiers.device.dirty import Dirty
 from kvtier.tiers.device.torch_pool import DevicePool, Place
 from kvtier.tiers.host.slot import Slot
-from kvtier.times import Mono
+from kvtier.times import Mono, Wall
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,8 @@ class Traffic:
 
     def follow_purges(self) -> None:
         """Drop what was purged until now. What is purged from now on is not offloaded until the next call drops it."""
-        self._work = self._cache.manager.hierarchy.begin()
+        # What the pool has may be older than a purge of elsewhere that is learned of later.
+        self._work = self._cache.manager.hierarchy.begin(Wall("-inf"))
         self._drop_purged()
 
     # --- in ----------------------------------------------------------------------------------------------------

@@ -228,9 +228,10 @@ class Hierarchy:
             self.space.notify()
         return more
 
-    def begin(self) -> Work:
-        """The work of a verb that begins now. Takes the lock."""
-        made = self.now().stamp
+    def begin(self, made: Wall | None = None) -> Work:
+        """The work of a verb that begins now, with blocks that were made then or later (None: now). A purge of before
+        then that is learned of meanwhile is none of them. Takes the lock."""
+        made = self.now().stamp if made is None else made
         with self.lock:
             return self.work.begin(made)
 

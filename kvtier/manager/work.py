@@ -28,7 +28,7 @@ class Work:
     __slots__ = ("__weakref__", "_purges", "made")
 
     def __init__(self, made: Wall) -> None:
-        """`made`: when the verb began, as blocks are stamped."""
+        """`made`: when its blocks were made at the earliest, as they are stamped."""
         self.made = made
         self._purges: dict[Scope, Wall] = {}
 

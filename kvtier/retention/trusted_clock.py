@@ -189,6 +189,12 @@ def deletion_time(clock: Clock) -> Wall | None:
     return clock.read().delete if isinstance(clock, CheckedClock) else clock.wall()
 
 
+def expired_by(clock: Clock) -> Wall:
+    """The same; -inf: nothing may be now."""
+    wall_s = deletion_time(clock)
+    return Wall("-inf") if wall_s is None else wall_s
+
+
 _ANCHOR, _STAMP = struct.Struct("<8sdd36s"), struct.Struct("<8sd")
 _MAGIC, _STAMP_MAGIC = b"KVCLOCK1", b"KVSTAMP1"
 

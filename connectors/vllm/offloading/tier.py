@@ -59,6 +59,7 @@ from kvtier.identity.keys import BlockKey, Scope, tenant_of
 from kvtier.identity.namespace import Namespace
 from kvtier.manager.work import Work
 from kvtier.tiers.host.slot import Slot
+from kvtier.times import Wall
 
 log = logging.getLogger(__name__)
 
@@ -310,10 +311,11 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._jobs.store(job_metadata, lambda: self._store(state, chain, self._placed(job_metadata), work))
 
     def _begin(self) -> Work | None:
-        """The work of a job that begins now; None without a cache. Follows the purges before it."""
+        """The work of a job that begins now, on blocks that are older; None without a cache. Follows the purges before
+        it."""
         if (cache := self._cache) is None:
             return None
-        work = cache.manager.hierarchy.begin()
+        work = cache.manager.hierarchy.begin(Wall("-inf"))
         self._purges.take_to(self._forget, cache.manager)
         return work
 

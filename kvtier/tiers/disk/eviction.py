@@ -149,7 +149,7 @@ class EvictionOrder:
         None if there is none, or none that this transaction may look for: the next one goes on behind.
         """
         start = self._floors.at(slot_cls, scope, wall_s)
-        floor, until, found = b"", wall_s + FORGET_S, None
+        floor, until, found = b"", max(wall_s, Wall(0)) + FORGET_S, None  # -inf: while the clock is in doubt
         for key, written in rows(self._txn, number_key(ORDER, slot_cls), start):
             name = self._names(written)
             if scope == ANY or scope_in(name) == scope:

@@ -49,12 +49,14 @@ class PurgeLog:
         self._fd = -1  # until the file is there
         self._closed = False
         self._prepared = False  # whether the file is whole and durable, as far as this process knows
-        self._lock = threading.Lock()
+        self._gate = threading.Lock()  # around the next, for moments
+        self._users = 0  # threads that hold the file open
+        self._lock = threading.Lock()  # of the thread that changes records
         self._seen: tuple[bytes, dict[bytes, Wall]] = b"", {}  # a header, and what was there after it was read
 
     def prepare(self) -> None:
         """Make the file, unless it is there, and durable: who made it may have ended before. Raises OSError."""
-        with self._held(os.O_CREAT):
+        with self._held(os.O_CREAT), self._lock:
             if self._prepared:
                 return
             missing = max(0, RECORDS * _RECORD.size - os.fstat(self._fd).st_size)
@@ -115,23 +117,30 @@ class PurgeLog:
 
     @contextlib.contextmanager
     def _held(self, flags: int = 0) -> Iterator[None]:
-        """While inside, the file is open, and stays so for this thread alone: closed meanwhile, its descriptor might be
-        another file's. Raises OSError."""
+        """While inside, the file is open: closed meanwhile, its descriptor might be another file's. Raises OSError."""
         try:
-            with self._lock:
+            with self._gate:
                 if self._closed:
                     raise OSError(errno.EBADF, "it is closed", str(self._path))
                 if self._fd < 0:
                     self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
+                self._users += 1
+            try:
                 yield
+            finally:
+                with self._gate:
+                    self._users -= 1
         finally:
             self._close_unused()
 
     def _close_unused(self) -> None:
-        """Close the file once that is wanted and no thread holds it; one that does comes here after it."""
-        if self._closed and self._lock.acquire(blocking=False):
-            fd, self._fd = self._fd, -1
-            self._lock.release()
+        """Close the file once that is wanted and no thread holds it; one that does, or has the gate, comes here after
+        it."""
+        if self._closed and self._gate.acquire(blocking=False):
+            fd = -1
+            if not self._users:
+                fd, self._fd = self._fd, -1
+            self._gate.release()
             if fd >= 0:
                 os.close(fd)
 
@@ -151,21 +160,22 @@ class PurgeLog:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Alone among processes, too. Inside of `_held`."""
+        """Alone among threads and processes. Inside of `_held`."""
         end = time.monotonic() + LOCK_TIMEOUT_S
-        while True:
+        with self._lock:
+            while True:
+                try:
+                    fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > end:
+                        detail = f"{self._path} is locked by a process that stands still"
+                        raise TierTimeout("g3", "purge", detail) from None
+                    time.sleep(_POLL_S)
             try:
-                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    detail = f"{self._path} is locked by a process that stands still"
-                    raise TierTimeout("g3", "purge", detail) from None
-                time.sleep(_POLL_S)
-        try:
-            yield
-        finally:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
+                yield
+            finally:
+                fcntl.flock(self._fd, fcntl.LOCK_UN)
 
 
 def _encoded(scoped: bytes, until: Wall) -> bytes:

@@ -28,7 +28,7 @@ from kvtier.identity.keys import TENANT_BYTES, BlockKey, Scope, scope_of_key, te
 from kvtier.identity.namespace import Namespace
 from kvtier.retention.marks import is_ahead
 from kvtier.retention.terms import Depth
-from kvtier.retention.trusted_clock import deletion_time
+from kvtier.retention.trusted_clock import expired_by
 from kvtier.supervisor import Service, Unwatched
 from kvtier.tiers.data_keys import DataKeys, load
 from kvtier.tiers.disk.budget import COMMIT_BYTES
@@ -126,8 +126,7 @@ class DiskTier:
 
     def _expired_by(self) -> Wall:
         """Blocks that are expired at this time may be removed; -inf while the wall clock is in doubt."""
-        wall_s = deletion_time(self._clock)
-        return Wall("-inf") if wall_s is None else wall_s
+        return expired_by(self._clock)
 
     async def close(self, deadline: Mono) -> None:
         if self._opened is not None:

@@ -21,6 +21,7 @@ from kvtier.encryption import EncryptionHeader
 from kvtier.errors import TierError, TierTimeout
 from kvtier.keyring import TAG_BYTES
 from kvtier.retention.terms import PRIORITY, Depth
+from kvtier.retention.trusted_clock import expired_by
 from kvtier.tiers.data_keys import obtain
 from kvtier.tiers.disk.encryption import Encryption, encrypt, scope_in_name
 from kvtier.tiers.disk.faults import NO_SPACE
@@ -107,7 +108,7 @@ class WriteBatch:
         return [self._results[place] for place in range(len(self._blocks))]
 
     async def _reserve(self, deadline: Mono) -> None:
-        wall_s = self._clock.wall()
+        wall_s, expired = self._clock.wall(), expired_by(self._clock)
         # Parents first: where space ends, the deepest blocks are refused.
         places = sorted(range(len(self._blocks)), key=self._depth_of)
         slots = self._take_reserved(wall_s)
@@ -117,15 +118,18 @@ class WriteBatch:
         for some in in_jobs(self._within_budget(places)):
             slots = []
             while not slots:  # each transaction makes some more room, from other classes, or searches on for it
-                work = partial(self._reserve_some, places=some, wall_s=wall_s)
+                work = partial(self._reserve_some, places=some, wall_s=wall_s, expired=expired)
                 slots = await self._commit(work, deadline, self._undo, len(some))
             self._assign(some, slots)
 
-    def _reserve_some(self, txn: WriteTxn, places: Sequence[int], wall_s: Wall) -> list[SlotReservation | Stored]:
+    def _reserve_some(
+        self, txn: WriteTxn, places: Sequence[int], wall_s: Wall, expired: Wall
+    ) -> list[SlotReservation | Stored]:
         """Slots for these blocks, or why they get none; nothing if room for them is being made or searched for."""
         self._began = min(self._began, txn.tick)
         with txn.going_on(self._began, [self._blocks[place] for place in self._reserved]):
-            slots = [txn.reserve(self._blocks[place], wall_s, self._share_bytes) for place in places]
+            share = self._share_bytes
+            slots = [txn.reserve(self._blocks[place], wall_s, share, expired_by=expired) for place in places]
         index = self._store.index_in_use  # it may be out of use by now: that is for the commit to find out
         goes_on = index is not None and self._store.room.serves(index, slot_class(self._block_bytes))
         if Stored.FULL not in slots or not (txn.order.cut_short or goes_on):
@@ -222,11 +226,11 @@ class WriteBatch:
         return self._blocks[place].depth
 
     async def _publish(self, deadline: Mono) -> None:
-        store, wall_s = self._store, self._clock.wall()
+        store, wall_s, expired = self._store, self._clock.wall(), expired_by(self._clock)
         whole = (place for place in self._reserved if place not in self._results)
         for places in in_jobs(sorted(whole, key=self._depth_of)):
             with store.reserved.reserving(*self._ahead(len(places))) as ahead:
-                work = partial(self._publish_some, places=places, wall_s=wall_s, ahead=ahead)
+                work = partial(self._publish_some, places=places, wall_s=wall_s, expired=expired, ahead=ahead)
                 results, spare = await self._commit(
                     work, deadline, lambda result: store.give_back(result[1]), len(places) + ahead
                 )
@@ -235,14 +239,15 @@ class WriteBatch:
                 self._results[place] = result
                 del self._reserved[place]
 
-    def _publish_some(self, txn: WriteTxn, places: Sequence[int], wall_s: Wall, ahead: int) -> Published:
+    def _publish_some(self, txn: WriteTxn, places: Sequence[int], wall_s: Wall, expired: Wall, ahead: int) -> Published:
         """Publish these blocks and reserve slots for later writes."""
         results = []
         for place in places:
             block = self._blocks[place]
             if place in self._headers:
                 block = block._replace(encryption=self._headers[place])
-            results.append(txn.publish(self._reserved[place], block, wall_s, self._share_bytes))
+            reservation, share = self._reserved[place], self._share_bytes
+            results.append(txn.publish(reservation, block, wall_s, share, expired_by=expired))
         return results, txn.reserve_slots(slot_class(self._block_bytes), ahead)
 
     async def _commit(

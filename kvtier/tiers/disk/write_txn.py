@@ -92,7 +92,7 @@ class WriteTxn:
         shares = self._shares = Shares(txn)
         self._entries = Entries(txn, layout, counters, self.order, self.segments, shares, self._retained, self.purged)
         self.removed = self._entries.removed  # those that were evicted among them
-        self._wall_s = Wall(0)  # of the last verb that was given it
+        self._wall_s = self._expired_by = Wall(0)  # of the last verb that was given them
         self._since = self.tick  # when what is done now began
         self._reserved: set[bytes] = set()  # blocks that have a reservation from here,
         self._coming = Counter[bytes]()  # and the bytes of their slots, by scope
@@ -123,15 +123,18 @@ class WriteTxn:
         finally:
             self._since = self.tick
 
-    def reserve(self, block: NewBlock, wall_s: Wall, share_bytes: int = 0) -> SlotReservation | Stored:
+    def reserve(
+        self, block: NewBlock, wall_s: Wall, share_bytes: int = 0, *, expired_by: Wall | None = None
+    ) -> SlotReservation | Stored:
         """A slot for a block that is not here, evicting the coldest if need be; else why none is needed or given.
 
         A block that is here gets the join of both lifetimes, the higher priority, and counts as used; `_gives_way`
         says what becomes of one that is encrypted otherwise. One with a `parent` is refused unless that is here, not
         purged, or has a slot from this transaction. `share_bytes`: as in `publish`, so that nothing is written in vain.
-        A live block of a higher priority leaves for none of a lower.
+        A live block of a higher priority leaves for none of a lower, nor does a retained one. They count as such until
+        `expired_by` (None: `wall_s`): a clock that is in doubt does not end them.
         """
-        self._wall_s = wall_s
+        self._begin(wall_s, expired_by)
         if not self.is_servable(block.name, block, wall_s):
             return Stored.REFUSED
         above = None if block.parent is None else self._entries.rank_of(block.parent)
@@ -166,7 +169,7 @@ class WriteTxn:
         """Another slot for a block that is here, free or of a block of its class that may leave for it; None if there
         is none, or the budget is spent. It wants no space of other classes, nor what no class has: either can have
         that."""
-        self._wall_s = wall_s
+        self._begin(wall_s)
         if not self.budget.allows(entry.slot_bytes):
             return None
         self._sheltered.add(name)
@@ -189,18 +192,25 @@ class WriteTxn:
         self.segments.give(entry)
         return True
 
-    def publish(self, reservation: SlotReservation, block: NewBlock, wall_s: Wall, share_bytes: int = 0) -> Stored:
+    def publish(
+        self, reservation: SlotReservation, block: NewBlock, wall_s: Wall, share_bytes: int = 0,
+        *, expired_by: Wall | None = None,
+    ) -> Stored:  # fmt: skip
         """Make a written block visible, its scope's coldest leaving where it would exceed `share_bytes` (0: any).
+        `expired_by`: as in `reserve`.
 
         FAILED if the reservation is not ours any more; REFUSED if the parent left or is purged; FULL if none may leave.
         """
-        self._wall_s = wall_s
+        self._begin(wall_s, expired_by)
         if not self.reservations.cancel(reservation):
             return Stored.FAILED
         outcome = self._publish(reservation, block, share_bytes)
         if outcome is not Stored.STORED:
             self.segments.give(reservation)
         return outcome
+
+    def _begin(self, wall_s: Wall, expired_by: Wall | None = None) -> None:
+        self._wall_s, self._expired_by = wall_s, wall_s if expired_by is None else expired_by
 
     def _publish(self, reservation: SlotReservation, block: NewBlock, share_bytes: int) -> Stored:
         # Below the top the parent may be unknown; if it was used since the reservation, it must stay warmer.
@@ -214,7 +224,7 @@ class WriteTxn:
         rank = min(rank_of(block.priority, self.tick), above)
         if share_bytes and not self._make_room(block, share_bytes, priority_in(rank)):
             return Stored.FULL
-        if old is not None and kept > self._wall_s:
+        if old is not None and kept > self._expired_by:
             block = block._replace(life=old.life.join(block.life, self._wall_s))
             self._retained.set(block.name, kept)
         self._entries.add(block.name, block.entry(reservation, rank))
@@ -361,7 +371,7 @@ class WriteTxn:
             return True
         if block.key is None or (entry.encryption is not None and entry.life.born >= block.key.created):
             return False
-        return (block.encryption is None and self.must_stay(block.name, self._wall_s)) or self.drop(block.name)
+        return (block.encryption is None and self.must_stay(block.name, self._expired_by)) or self.drop(block.name)
 
     def _join(self, block: NewBlock) -> bool:
         """Join the block's life to the entry of its name, if there is one that may be served once it has it."""
@@ -380,7 +390,7 @@ class WriteTxn:
         """The slot of the class's coldest block, which is evicted, and so are a few guests that are colder."""
         place, number = None, 0
         while place is None and number < GUESTS_MAX and self._may_evict(number):
-            if (victim := self._evict(lambda: self.order.victim(slot_cls, self._wall_s), priority)) is None:
+            if (victim := self._evict(lambda: self.order.victim(slot_cls, self._expired_by), priority)) is None:
                 break
             place, number = self.segments.take_from(victim), number + 1
         self.order.cut_short |= self._extra_evictions < 0 or self.segments.cut_short
@@ -411,7 +421,7 @@ class WriteTxn:
             if not self._may_evict(number):
                 self.order.cut_short |= held <= share_bytes  # else it holds too much: it shrinks, but nobody waits
                 return False
-            victim = self._evict(lambda: self.order.victim_in_scope(scope, self._wall_s), priority, block.parent)
+            victim = self._evict(lambda: self.order.victim_in_scope(scope, self._expired_by), priority, block.parent)
             if victim is None:
                 return False
             self.segments.give(victim)
@@ -438,7 +448,7 @@ class WriteTxn:
                     self.order.remove(key)  # a row without a block behind it
                     continue
                 entry = self._entries.read(name) if priority_in(rank) > priority else None
-                if entry is not None and entry.life.ends(Depth.G3) >= self._wall_s:  # as in `expired.is_over`
+                if entry is not None and entry.life.ends(Depth.G3) >= self._expired_by:  # as in `expired.is_over`
                     return None
             except CorruptError:
                 pass

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from kvtier.clock import Clock
 from kvtier.errors import CorruptError, TierError
+from kvtier.identity.keys import BlockKey
 from kvtier.keyring import Keyring, UnknownKey
 from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import Depth
@@ -45,6 +46,7 @@ class Renewer:
         self._names = names
         self._index = index
         self.renewed = 0
+        self._failed: set[BlockKey] = set()  # last blocks of objects whose record failed, among those that are due
         self._clock = clock
         self._renewals = PerLoop(lambda: asyncio.Semaphore(RENEWALS))
 
@@ -58,7 +60,7 @@ class Renewer:
 
     async def record_uses(self) -> None:
         """Record the uses that are worth a write by now. Raises TierError if one could not be; it stays due, and with
-        AT_ONCE that fail in a row so do the rest."""
+        AT_ONCE that fail in a row so do the rest. Those that failed before are the last to be tried again."""
         wall_s, due = self._clock.wall(), []
         for count, entry in enumerate(self._index.unrecorded()):
             at = entry.life.renewal_time(entry.renewed, wall_s)
@@ -68,13 +70,17 @@ class Renewer:
                 self._index.mark_recorded(entry.last, at)
             if count % _SLICE == _SLICE - 1:
                 await asyncio.sleep(0)  # lookups share this loop
+        self._failed.intersection_update(entry.last for entry in due)
+        due.sort(key=lambda entry: entry.last in self._failed)
         first: BaseException | None = None
         for start in range(0, len(due), AT_ONCE):
-            renewals = [self.renew(entry, entry.life.last_use) for entry in due[start : start + AT_ONCE]]
+            some = due[start : start + AT_ONCE]
+            renewals = (self.renew(entry, entry.life.last_use) for entry in some)
             results = await asyncio.gather(*renewals, return_exceptions=True)
-            failed = [result for result in results if result is not None]
-            first = first or next(iter(failed), None)
-            if len(failed) == len(renewals):
+            failed = [(entry.last, why) for entry, why in zip(some, results, strict=True) if why is not None]
+            self._failed.update(last for last, _ in failed)
+            first = first or next((why for _, why in failed), None)
+            if len(failed) == len(some):
                 break  # no right to write, or a server that is overloaded: not a request for each of thousands
         if first is not None:
             raise first

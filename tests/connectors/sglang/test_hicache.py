@@ -264,6 +264,28 @@ def test_clear_leaves_nothing(attach: Any) -> None:
     assert backend.batch_exists(keys) == 0
 
 
+def test_a_purge_under_a_store_leaves_nothing_of_it(attach: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes in slices, each of which waits for space in the tiers' queues."""
+    pool, keys, purged = host_pool("mha", "page_first"), keys_of(6), []
+    fill(pool)
+    backend = attach(pool)
+    cache = getattr(backend, "_backend", backend)._cache
+    slices = iter(range(10))
+
+    def space() -> int:
+        if next(slices) == 1:
+            purged.append(cache.purge())
+        return 2
+
+    with monkeypatch.context() as small:
+        small.setattr(cache.manager, "queue_space", space)
+        backend.batch_set_v1(keys, indices_of(list(range(6))))
+    assert purged and next(slices) == 2, "it waited for space, which it does not need"
+    assert backend.batch_exists(keys) == 0
+    assert cache.manager.stats()["g2"]["blocks"] == 0
+    assert backend.batch_set_v1(keys, indices_of(list(range(6)))) == [True] * 6
+
+
 def test_what_would_never_work_is_refused(attach: Any, tmp_path: Path) -> None:
     from sglang.srt.mem_cache.hicache_storage import PoolName
 

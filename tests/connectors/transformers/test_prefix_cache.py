@@ -9,6 +9,7 @@ import pytest
 
 import kvtier
 from kvtier.connectors.transformers import PrefixCache
+from kvtier.identity.keys import scope_of
 from kvtier.kernels.copy import Lane
 from kvtier.testing import Fault, FaultyTier, MemoryTier
 from kvtier.tiers.device import torch_pool as device
@@ -205,6 +206,35 @@ class TestIdentity:
             assert prefixes.fetch(ids, salt="alice")[1] == 0 and prefixes.fetch(ids, salt="bob")[1] == 96
             turn(prefixes, model, ids, salt="alice")
             assert prefixes.fetch(ids, salt="alice")[1] == 99, "what is made behind it is kept"
+
+    def test_a_purge_of_before_that_is_learned_under_an_offload_leaves_nothing_of_it(
+        self, config: Any, model: Any, clock: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another process of the machine purged; this one learns of it after it last looked."""
+        ids = prompt(100)
+        with PrefixCache(config(), model, tiers=[]) as prefixes:
+            shared = MemoryTier(prefixes.namespace, clock)
+        with PrefixCache(config(), model, clock=clock, tiers=[shared]) as prefixes:
+            cache, purger = prefixes.cache, prefixes.cache.manager._purger
+            cache.submit(purger.sync()).result(10)
+            for salt in ("alice", "bob"):
+                turn(prefixes, model, ids, salt=salt)
+            clock.advance(1)
+            cache.submit(shared.purge(scope_of("alice"), clock.wall())).result(10)
+            clock.advance(1)
+            pick, learned = prefixes.pool.pick, []
+
+            def late(*arguments: Any, **named: Any) -> Any:
+                picked = pick(*arguments, **named)
+                if not learned:
+                    cache.submit(purger.sync()).result(10)
+                    learned.append(cache.submit(purger.forget()).result(10))
+                return picked
+
+            monkeypatch.setattr(prefixes.pool, "pick", late)
+            assert prefixes.flush().pending == 0 and learned and not prefixes.pool.dirty
+            prefixes.pool.evict()
+            assert prefixes.fetch(ids, salt="alice")[1] == 0 and prefixes.fetch(ids, salt="bob")[1] == 96
 
     def test_a_purge_takes_the_classes_that_were_isolated(self, config: Any, model: Any) -> None:
         ids = prompt(100)

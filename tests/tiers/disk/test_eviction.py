@@ -9,6 +9,7 @@ import pytest
 
 from kvtier.identity.keys import BlockKey
 from kvtier.retention.terms import PRIORITY, Terms
+from kvtier.retention.trusted_clock import TrustedClock
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tiers.disk.records import slot_class
 from kvtier.tiers.disk.tier import DiskTier
@@ -66,6 +67,37 @@ async def test_nothing_leaves_for_it_in_a_transaction_that_knows_no_time_either(
         await put(tier, chain(1), terms=DEAR, parents=True)
         assert await tier._store.submit(lambda txn: txn.reserve_slots(slot_class(BLOCK), 1)).result() == []
         assert here(tier, chain(0)) == here(tier, chain(1)) == 6
+
+
+@pytest.mark.parametrize("kept", ["by its priority", "retained"])
+async def test_nothing_is_taken_for_dead_while_the_clock_is_in_doubt(tmp_path: Path, kept: str) -> None:
+    """It is not served then, but may be again once an operator has set the clock right."""
+    clock = VirtualClock()
+    async with opened(tmp_path / "g3", 12, clock=TrustedClock(clock)) as tier:
+        for seed in range(2):
+            await put(tier, chain(seed), terms=DEAR if kept == "by its priority" else PLAIN, parents=True)
+            if kept == "retained":
+                assert all(await tier.retain(chain(seed), clock.wall() + 60, None))
+        clock.jump_wall(3600)
+        assert (await put(tier, chain(2), terms=PLAIN, parents=True))[0] is Stored.FULL
+        clock.jump_wall(-3600)
+        assert here(tier, chain(0)) == here(tier, chain(1)) == 6
+        clock.advance(61)
+        assert await put(tier, chain(2), terms=PLAIN, parents=True) == [Stored.STORED] * 6
+
+
+async def test_a_search_while_the_clock_is_in_doubt_finds_what_came_behind_its_beginning(tmp_path: Path) -> None:
+    """Where it passed over retained blocks, and a colder one was stored since."""
+    clock = VirtualClock()
+    async with opened(tmp_path / "g3", 12, clock=TrustedClock(clock)) as tier:
+        await put(tier, chain(0), terms=PLAIN, parents=True)
+        assert all(await tier.retain(chain(0), clock.wall() + 60, None))
+        await put(tier, chain(1), terms=PLAIN, parents=True)
+        clock.jump_wall(3600)
+        assert await put(tier, chain(2), terms=PLAIN, parents=True) == [Stored.STORED] * 6
+        assert await tier.evict(chain(2)) == 6
+        assert await put(tier, chain(3), terms=CHEAP, parents=True) == [Stored.STORED] * 6
+        assert await put(tier, chain(4), terms=PLAIN, parents=True) == [Stored.STORED] * 6
 
 
 async def test_the_least_worth_goes_first_however_recent(tmp_path: Path) -> None:

@@ -332,10 +332,10 @@ async def test_a_store_that_goes_out_of_use_inside_a_transaction_is_not_taken_fo
 
     async with opened(tmp_path / "g3") as tier:
 
-        def out_of_use(self: WriteTxn, *arguments: Any) -> SlotReservation | Stored:
+        def out_of_use(self: WriteTxn, *arguments: Any, **named: Any) -> SlotReservation | Stored:
             monkeypatch.setattr(WriteTxn, "reserve", reserve)
             tier._store.quarantine("a sync failed")
-            return self.reserve(*arguments)
+            return self.reserve(*arguments, **named)
 
         def opened_anew(*arguments: Any, **keywords: Any) -> Index:
             damaged.append(keywords["damaged"])

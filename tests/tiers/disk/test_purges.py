@@ -141,6 +141,47 @@ def test_a_purge_is_in_a_file_whose_name_is_durable(
     assert synced == [tmp_path]
 
 
+def test_nobody_waits_for_the_sync_of_another_purge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither another purge, nor the writer's thread, which clears records below every put. A file that is closed
+    meanwhile stays open for it."""
+    log, gate, syncing, sync = PurgeLog(tmp_path / "PURGES"), threading.Event(), threading.Event(), os.fsync
+    log.prepare()
+
+    def slow(fd: int) -> None:
+        if threading.current_thread() is first:
+            syncing.set()
+            assert gate.wait(10)
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    failed = list[BaseException]()
+
+    def record() -> None:
+        try:
+            log.record(bytes([1]) * 48, Wall(1))
+        except BaseException as error:
+            failed.append(error)
+
+    first = threading.Thread(target=record)
+    first.start()
+    assert syncing.wait(10)
+
+    def others() -> None:
+        log.record(bytes([2]) * 48, Wall(2))
+        log.settle({bytes([2]) * 48: Wall(2)})
+        log.close()
+
+    second = threading.Thread(target=others)
+    second.start()
+    second.join(5)
+    waited = second.is_alive()
+    gate.set()
+    first.join()
+    second.join()
+    assert not waited and not failed
+    assert log._fd < 0 and PurgeLog(tmp_path / "PURGES").pending() == {bytes([1]) * 48: 1.0}
+
+
 def test_a_reader_that_is_overtaken_hides_no_purge(tmp_path: Path) -> None:
     """One thread has read the old records; it goes on while another one keeps the new ones."""
     read, overtaken = threading.Event(), threading.Event()

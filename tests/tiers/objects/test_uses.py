@@ -152,3 +152,28 @@ async def test_a_unit_of_the_longest_terms_since_different_times_is_written_and_
     await two.store.deltas.poll()
     hint = two.store.index.find_hint(CHAIN[0], CHAIN[-1], S - 1)
     assert hint is not None and hint.life.servable(Depth.G4, Wall(now + 1e9))
+
+
+async def test_records_that_always_fail_keep_none_of_the_others_from_being_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first of each pass were the same: where they were as many as end it, none of the rest was ever recorded."""
+    server, chains = VirtualServer(), [chain_of(NS, S, seed=number) for number in range(64)]
+    replica = Replica(server)
+    for chain in chains:
+        await replica.write(chain, ttl=3600)
+    asked = replica.bucket._asked
+    server.clock.advance(3000)
+    replica.store.index.touch([chain[-1] for chain in chains], server.clock.wall())
+    bad = {replica.store.names.unit(entry.last) for entry in replica.store.index.unrecorded()[: renewal.AT_ONCE]}
+
+    async def deny(verb: str, name: str) -> None:
+        await asked(verb, name)
+        if verb == "copy" and name in bad:
+            raise TierError("g4", "copy", "AccessDenied (HTTP 403)")
+
+    monkeypatch.setattr(replica.bucket, "_asked", deny)
+    for _ in range(3):
+        with pytest.raises(TierError):
+            await replica.store.renewer.record_uses()
+    assert replica.store.renewer.renewed == len(chains) - len(bad)

@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from kvtier.connectors.vllm.offloading.epochs import LoadGuard
 from kvtier.errors import ConfigError
+from kvtier.identity.keys import SHARED
 from tests.connectors.vllm.support.tier_stack import IDLE, ROW, TOKENS, Stack, chain, payload
 from tests.support.waiting import eventually
 
@@ -226,6 +227,25 @@ def test_what_is_purged_before_its_copy_is_not_stored(
     stack.keep(keys)
     stack.forget()
     assert stack.found(keys) == 2, "what is made behind it is kept"
+    assert stack.idle() == IDLE
+
+
+def test_what_was_purged_elsewhere_before_its_copy_began_is_not_stored_when_that_is_learned_of(
+    make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process of the machine purged: this one reads of it seconds later, and the copy waits for as long."""
+    stack, keys, gate = make(), chain(1, 2), threading.Event()
+    manager, plain = stack.cache.manager, stack.tier._store
+    monkeypatch.setattr(stack.tier, "_store", lambda *job: gate.wait(30) and plain(*job))
+    context, purged = stack.request(keys), manager.hierarchy.clock.wall()
+    stack.store(context, keys)
+    stack.manager.on_request_finished(context)
+    manager._purger.apply_tombstones({SHARED: purged})
+    stack.cache.submit(manager._purger.forget()).result(10)
+    gate.set()
+    stack.settle()
+    stack.forget()
+    assert stack.found(keys) == 0
     assert stack.idle() == IDLE
 
 
