@@ -162,6 +162,16 @@ class Engines:
                 engine.wake()  # an engine without requests has stopped to look for what its copies came to
         engine.check()
 
+    async def copied(self, host: Host) -> None:
+        """Every block that waits for a copy has had one, unless G2 has no room for it."""
+        if (engine := self.of(host).engine) is None:
+            return
+        for _ in range(40):
+            engine.wake()
+            await asyncio.sleep(0.5)
+            if not engine.dirty:
+                return
+
     async def works(self, host: Host, scope: int) -> None:
         """A prompt is answered, stored, and loaded when the engine has lost it."""
         engine = self.of(host).engine
@@ -170,11 +180,7 @@ class Engines:
             return
         prompt = {**_FRESH, "scope": scope, "chain": -1 - host.process}
         await self._answered(host, engine, prompt)
-        for _ in range(40):
-            engine.wake()
-            await asyncio.sleep(0.5)
-            if not engine.dirty:
-                break
+        await self.copied(host)
         engine.reset()
         loaded = engine.loaded
         await self._answered(host, engine, {**prompt, "tokens": 3})

@@ -20,6 +20,7 @@ from typing import Any
 from kvtier.cache import AsyncCache
 from kvtier.errors import ClosedError, TierError
 from kvtier.identity.keys import BlockKey
+from kvtier.retention.trusted_clock import SETTLE_S, deletion_time
 from kvtier.sim.client import GRACE_S, Client
 from kvtier.sim.configuration import BOUND_S, CLOSE_S, config_of
 from kvtier.sim.engines import Engines
@@ -318,9 +319,11 @@ class World:
             await engines.idle(host)
         await asyncio.sleep(QUIET_S)
         for host in self.hosts:
+            await self._certain(host)
             await self._settled(host, healed)
             assert host.cache is not None
             # Else it may be full, for good, of blocks that are worth as much as those to come.
+            await engines.copied(host)
             await self._within(host, host.cache.evict("g2"), CLOSE_S, "evict")
             await engines.works(host, self._fresh)
             await engines.idle(host)
@@ -339,6 +342,16 @@ class World:
             await self._stores(host)
             await self._keeps_its_word(host)
         await self._purges()
+
+    async def _certain(self, host: Host) -> None:
+        """Its clock is in doubt no more: a time that was set is adopted when it has kept its pace. Until then blocks of
+        short lives count as expired."""
+        assert host.cache is not None
+        ends = self._loop.time() + SETTLE_S + HEALED_S
+        while deletion_time(host.cache.manager.hierarchy.clock) is None:
+            if self._loop.time() > ends:
+                raise Wrong(f"the clock of host {host.number} is in doubt after {SETTLE_S + HEALED_S:g} s")
+            await asyncio.sleep(10.0)
 
     async def _settled(self, host: Host, healed: float = 0.0) -> None:
         """`healed`: the purge log was read since then, so that what is stored now is behind every purge."""
