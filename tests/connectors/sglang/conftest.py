@@ -340,7 +340,7 @@ def prompt_of(seed: int, length: int = 397) -> list[int]:
     return [(i * 7919 + seed * 104729 + 13) % 1000 + 3 for i in range(length)]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def prompt() -> Callable[..., list[int]]:
     return prompt_of
 

@@ -54,20 +54,15 @@ def assert_idle_and_right(engine: Any, restored_blocks: int, rank: int = 0) -> N
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[int, list[int]]:
-    """Tokens of the engine's own prefix hits, by seed, as the first engine gave them."""
-    return {}
-
-
-def test_one_engine_stores_and_is_killed_while_it_stores(
-    serve: Any, disk: Path, bucket: dict[str, Any], prompt: Any, expected: dict[int, list[int]]
-) -> None:
-    engine = serve(tiers(disk, bucket))
+def expected(serve: Any, disk: Path, bucket: dict[str, Any], prompt: Any) -> dict[int, list[int]]:
+    """Tokens of the engine's own prefix hits, by seed, as a first engine gave them, which stored their blocks. It was
+    killed while it stored others."""
+    engine, tokens = serve(tiers(disk, bucket)), dict[int, list[int]]()
     for seed in SEEDS:
         engine.host.generate(prompt(seed))
         (own,) = engine.host.generate(prompt(seed))
         assert own["host"] == 0 < own["cached"]
-        expected[seed] = own["tokens"]
+        tokens[seed] = own["tokens"]
     assert engine.order("flush") == 0
     more = [prompt(seed, 800) for seed in range(900, 930)]
     asking = threading.Thread(target=_try, args=(engine, more), daemon=True)
@@ -75,6 +70,7 @@ def test_one_engine_stores_and_is_killed_while_it_stores(
     time.sleep(1.5)
     os.killpg(engine.host.process.pid, signal.SIGKILL)
     asking.join()
+    return tokens
 
 
 def _try(engine: Any, prompts: list[list[int]]) -> None:
