@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -66,7 +67,14 @@ class Server:
 
 @asynccontextmanager
 async def running(read_s: float = WAIT_S) -> AsyncIterator[tuple[Server, DirectHTTP]]:
-    server = Server()
+    """No connection's protocol may fail: the loop would report it, and close the connection."""
+    server, failed = Server(), list[dict[str, Any]]()
+
+    def report(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        failed.extend([context] if "protocol" in context else [])
+        loop.default_exception_handler(context)
+
+    asyncio.get_running_loop().set_exception_handler(report)
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     server.url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/b/x?signature=s"
     direct = DirectHTTP(connect_s=WAIT_S, read_s=read_s)
@@ -76,6 +84,7 @@ async def running(read_s: float = WAIT_S) -> AsyncIterator[tuple[Server, DirectH
         direct.close()
         listening.close()
         await asyncio.sleep(0)
+    assert not failed, failed[0]
 
 
 def views(*sizes: int) -> tuple[list[bytearray], list[memoryview]]:
@@ -225,3 +234,25 @@ async def test_a_tier_reads_its_blocks_this_way(client: str, monkeypatch: pytest
         assert [bytes(buffer) for buffer in buffers] == [payload_of(key, ns.block_bytes) for key in chain]
         assert taken == [4 * ns.block_bytes] * 2
         await tier.close(clock.monotonic() + 5)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        test_bytes_come_in_any_pieces_over_one_connection,
+        test_a_connection_that_was_closed_while_idle_is_replaced_at_once,
+        test_more_than_was_announced_reaches_nobody,
+        test_a_cancelled_get_writes_nothing_afterwards,
+    ],
+)
+def test_it_runs_on_uvloop(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    uvloop = pytest.importorskip("uvloop")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario())
+
+
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+async def test_a_tier_of_a_program_that_uses_uvloop_reads(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang sets it as the policy, and so the tier's own loop is one of its."""
+    monkeypatch.setattr(asyncio, "new_event_loop", pytest.importorskip("uvloop").new_event_loop)
+    await test_a_tier_reads_its_blocks_this_way(client, monkeypatch)

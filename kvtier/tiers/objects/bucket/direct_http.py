@@ -12,7 +12,7 @@ import contextlib
 import re
 from collections.abc import Sequence
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -206,17 +206,18 @@ class _Connection(asyncio.BufferedProtocol):
     # -- called by the transport -----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's derives from none of asyncio's classes
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.alive = False
         self._fail(Transient(TIER, "get", "body shorter than announced") if self._received else _Stale())
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        if self._headers is not None and not self._scatter.full:
-            return self._scatter.buffer
-        return memoryview(self._head)[self._filled :]
+        """Never an empty one, which a loop takes for a failure: it asks for one at the end of the connection, too, and
+        uvloop does as soon as the last one is full."""
+        if self._answer is None or self._answer.done():
+            return memoryview(self._head)
+        return memoryview(self._head)[self._filled :] if self._headers is None else self._scatter.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         self._received += nbytes
