@@ -62,16 +62,9 @@ class WriteTxn:
     """
 
     def __init__(
-        self,
-        txn: Any,
-        owner: Owner,
-        layout: Layout,
-        memory: TxnMemory,
-        purges: Mapping[bytes, Wall],
-        allowance: Allowance,
-        *,
-        may_grow: Callable[[int], bool],
-    ) -> None:
+        self, txn: Any, owner: Owner, layout: Layout, memory: TxnMemory, purges: Mapping[bytes, Wall],
+        allowance: Allowance, *, may_grow: Callable[[int], bool],
+    ) -> None:  # fmt: skip
         """`memory`: of earlier transactions of this process. `purges`: what the index may not have yet,
         namespace ‖ scope → time. `may_grow`: as in `Segments`."""
         self._txn = txn
@@ -150,8 +143,7 @@ class WriteTxn:
         self.order.cut_short |= share_bytes > 0 and not self._shares.count_on()
         if share_bytes and not (self._shares.counted and self._make_room(block, share_bytes, worth, ahead=True)):
             return Stored.FULL
-        reservation = self._reserve_slot(slot_class(block.length), worth)
-        if reservation is None:
+        if (reservation := self._reserve_slot(slot_class(block.length), worth)) is None:
             return Stored.FULL
         self._expect([block])
         return reservation

@@ -91,8 +91,7 @@ class HostTier:
         return self.capacity * self.arena.slot_bytes * self.arena.ranks
 
     def resize(self, slots: int) -> None:
-        """Use so many slots, of those that the arena has, and for a scope its share of them. The owner has `in_use`
-        follow (`kvtier.manager.capacities`)."""
+        """Use so many of the arena's slots, and of these a scope its share. The owner has `in_use` follow."""
         self.in_use.capacity = slots
         self.quota.resize(slots)
         self.policy.resize(slots)
