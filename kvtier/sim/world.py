@@ -346,8 +346,9 @@ class World:
     async def _certain(self, host: Host) -> None:
         """Its clock is in doubt no more: until then blocks of short lives count as expired."""
         assert host.cache is not None
-        clock, until = host.cache.manager.hierarchy.clock, self._loop.time() + SETTLE_S + HEALED_S
-        while deletion_time(clock) is None and self._loop.time() < until:
+        for _ in range(int(SETTLE_S + HEALED_S) // 10):
+            if deletion_time(host.cache.manager.hierarchy.clock) is not None:
+                return
             await asyncio.sleep(10.0)
 
     async def _settled(self, host: Host, healed: float = 0.0) -> None:
