@@ -152,6 +152,7 @@ def test_a_command_leaves_the_trace_socket_to_the_engine(run: Callable[..., Any]
     with (place / "kvtier.yaml").open("a") as file:
         file.write(f"trace: {{socket: {place}/trace.sock}}\n")
     of_namespace = ("--namespace", place / "namespace.json")
+    stored(place, "a")  # G3 notes a namespace with its first block, or when it has time
     with kvtier.open(place / "kvtier.yaml", NS):
         assert eventually(lambda: listens(place / "trace.sock"))
         assert run("pin", "list", place / "kvtier.yaml", *of_namespace).status == 0
