@@ -91,7 +91,7 @@ def init(
 
 def write(file: Path, text: str) -> None:
     """Replace the file if kvtier reads this text. Raises ConfigError; then the file is as it was."""
-    written = ""
+    written = str(file)
     try:
         with replacing(file) as new:
             written = new.name
