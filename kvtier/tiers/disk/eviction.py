@@ -55,7 +55,7 @@ class SearchFloors:
 
     def at(self, slot_cls: int, scope: bytes, wall_s: Wall) -> bytes:
         """The key to begin the search at; empty: at the first."""
-        if wall_s > self._until:
+        if wall_s >= self._until:
             self.clear()
         return self._keys.get((slot_cls, scope), b"")
 

@@ -100,6 +100,21 @@ async def test_a_search_while_the_clock_is_in_doubt_finds_what_came_behind_its_b
         assert await put(tier, chain(4), terms=PLAIN, parents=True) == [Stored.STORED] * 6
 
 
+async def test_a_retained_block_may_leave_from_the_very_time_at_which_that_ends(tmp_path: Path) -> None:
+    """A search that passed it over before must not go on behind it: it would find the block's parent there."""
+    clock = VirtualClock()
+    async with opened(tmp_path / "g3", 4, clock=clock) as tier:
+        sure, other = chain(0, 2), chain(1, 2)
+        await put(tier, sure, parents=True)
+        await tier.retain(sure, clock.wall() + 20)
+        await put(tier, other, parents=True)
+        assert await put(tier, chain(2, 1), parents=True) == [Stored.STORED]
+        assert (here(tier, sure), here(tier, other)) == (2, 1)
+        clock.advance(20)
+        assert await put(tier, chain(3, 1), parents=True) == [Stored.STORED]
+        assert (here(tier, sure[:1]), here(tier, sure[1:]), here(tier, other)) == (1, 0, 1)
+
+
 async def test_the_least_worth_goes_first_however_recent(tmp_path: Path) -> None:
     async with opened(tmp_path / "g3", 12) as tier:
         await put(tier, chain(0), terms=PLAIN, parents=True)
