@@ -262,15 +262,18 @@ async def _rounds(bench: Bench, rounds: int) -> dict[str, Any]:
         names = "raw_write", "digested_write", "synced_write", "put", "raw_read", "get"
         passes: dict[str, list[Pass]] = {name: [] for name in names}
         gets: dict[str, list[Gets]] = {"idle": [], "under_writes": []}
-        loop = asyncio.get_running_loop()
-        for _ in range(rounds):
-            passes["raw_write"].append(await loop.run_in_executor(None, bench.raw_write))
-            passes["put"].append(await bench.put())
-            passes["digested_write"].append(await loop.run_in_executor(None, bench.digested_write))
-            passes["raw_read"].append(await loop.run_in_executor(None, bench.raw_read))
-            passes["get"].append(await bench.get())
+
+        async def measure(*names: str) -> None:
+            for name in names:
+                one = getattr(bench, name)
+                passes[name].append(await (one() if asyncio.iscoroutinefunction(one) else asyncio.to_thread(one)))
+
+        for number in range(rounds):
+            # In turn: a device that bounds its rate has some in reserve for whichever comes first.
+            turn = -1 if number % 2 else 1
+            await measure(*("raw_write", "put")[::turn], "digested_write", *("raw_read", "get")[::turn])
             # Between reads at full rate and single ones, which a device that limits its read rate would slow down.
-            passes["synced_write"].append(await bench.synced_write())
+            await measure("synced_write")
             for name, many in gets.items():
                 many.append(await bench.single_gets(writing=name == "under_writes"))
     figures: dict[str, Any] = {
