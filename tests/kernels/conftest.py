@@ -13,7 +13,14 @@ import pytest
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "support")]
 
-from native_build import build  # noqa: E402  (needs the line above)
+from gpu_benchmarks import BENCHMARKS  # noqa: E402  (needs the line above)
+from native_build import build  # noqa: E402
+
+
+@pytest.fixture
+def gpu_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts of `make gpu-check` are importable by name."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
 @pytest.fixture(scope="session")
