@@ -186,6 +186,8 @@ coverage-package: $(READY) $(SGLANG)/.ready types
 		tests/connectors/sglang $(PYTEST)
 	$(COVERED) $(BIN)/python -m coverage combine -q --rcfile=tests/support/coverage.toml
 	$(COVERED) $(BIN)/python -m coverage report --rcfile=tests/support/coverage.toml
+	$(COVERED) $(BIN)/python -m coverage json -q --rcfile=tests/support/coverage.toml -o build/coverage.json
+	PYTHONPATH=$(CURDIR) $(BIN)/python -m tests.support.coverage_sum build/coverage.json benchmarks/results
 
 # Spin is taken from PATH, else fetched as Debian's package, without installing it. `OPTIONS=--histories` writes the runs
 # anew that tests repeat with the real code.

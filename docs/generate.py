@@ -108,6 +108,7 @@ def proof() -> str:
         "", f"Planted bugs found: {_found(planted.values())}; the lists have {len(_listed())}.", *_survivors(planted),
     ]  # fmt: skip
     lines += ["", "## Models of protocols", "", *_models()]
+    lines += _coverage()
     lines += _long_run()
     for promise in told["promises"]:
         ours = [caught for (number, _), caught in planted.items() if number == promise["id"]]
@@ -121,6 +122,30 @@ def proof() -> str:
     lines += ["", "## Failures of others", "", *_failures(told["failures"])]
     lines += ["", "## Not promised", "", *(f"- {one};" for one in told["not_promised"])]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines).removesuffix(";") + ".\n")
+
+
+def _coverage() -> Iterator[str]:
+    """What `make coverage-package` counted; nothing where it has not run."""
+    path = RESULTS / "coverage.json"
+    if not path.exists():
+        return
+    run = json.loads(path.read_text())
+    yield from ("", "## Coverage", "")
+    yield fill(
+        "Lines and branches of the package that the quick tests reach, in all of their processes "
+        f"(`make coverage-package`, {run['date']}, commit `{run['commit']}`); those of names, terms, copy plans and "
+        "pools are all reached by their own tests alone, which `make coverage` demands.",
+        WIDTH,
+    )
+    yield from ("", "| folder | statements | reached | branches | reached |", "|---|---:|---:|---:|---:|")
+    for row in (*run["results"]["folders"], run["results"]["total"] | {"folder": ""}):
+        counts = (row["statements"], row["statements_reached"], row["branches"], row["branches_reached"])
+        shares = [f"{counts[place]:,} | {_percent(*counts[place : place + 2])}" for place in (0, 2)]
+        yield f"| {'`' + row['folder'] + '`' if row['folder'] else 'all'} | {' | '.join(shares)} |"
+
+
+def _percent(count: int, reached: int) -> str:
+    return f"{100 * reached / count:.1f} %" if count else ""
 
 
 def _long_run() -> Iterator[str]:
