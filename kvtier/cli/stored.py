@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
 
 from kvtier.clock import SystemClock
 from kvtier.config import G2, G3, Config
@@ -103,5 +102,5 @@ def _looking_after(paths: Sequence[Path]) -> AbstractContextManager[Maintenance]
 
 
 def _folder_of(url: str) -> Path | None:
-    """The directory of a `file://` URL."""
-    return Path(unquote(urlsplit(url).path)) if url.startswith("file://") else None
+    """The directory of a `file://` URL, which is all path: nothing in it is quoted."""
+    return Path(url.removeprefix("file://")) if url.startswith("file://") else None

@@ -90,7 +90,7 @@ def _url(value: Any) -> str:
 
     url = _text(value, 2048)
     scheme, found, rest = url.partition("://")
-    if "@" in url:  # before anything is shown; a secret may hold a slash
+    if "@" in url and not url.startswith("file:///"):  # before anything is shown; a secret may hold a slash
         raise InvalidRequest(
             "the URL carries credentials, or another '@'; leave them to the client's own chain or use tiers.g4.options"
         )

@@ -125,6 +125,17 @@ def test_a_bucket_that_is_no_directory_is_named(run: Callable[..., Any], place: 
     assert done.status == 2 and f"no directory {place}/g4" in done.err and not (place / "g4").exists()
 
 
+@pytest.mark.parametrize("name", ["a%20b", "a#b", "user@domain"])
+def test_the_bucket_s_directory_is_the_one_that_engines_use(run: Callable[..., Any], tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "namespace.json").write_text(json.dumps(NS.fields()))
+    place = configured(folder, bucket=True)
+    chains = stored(place, "a")
+    assert purge(run, place, "--salt", "a", "--yes").status == 0
+    assert matched(place, chains) == [0]
+
+
 @pytest.mark.parametrize("capacity", ["256KiB", "1GiB"])
 def test_a_command_leaves_the_store_as_large_as_it_is(run: Callable[..., Any], place: Path, capacity: str) -> None:
     stored(place, "a", *map(str, range(30)))

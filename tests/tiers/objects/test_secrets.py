@@ -6,6 +6,7 @@ import http.server
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,23 @@ def test_a_url_with_a_secret_is_not_printed(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Config.parse({"tiers": {"g4": {"url": url}}})
     assert "top" not in str(caught.value) and "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["s3://buck[et/p", "s3://b]/p", "gs://[b/p", "memory://[", "s3://b\u2100/p"])
+def test_a_host_that_is_none_is_a_config_error_or_a_bucket_s_name(url: str) -> None:
+    with suppress(ConfigError):
+        open_bucket(url, {}, "auto", VirtualClock(), BucketLimits())
+
+
+@pytest.mark.parametrize("name", ["user@domain", "why?x", "a#b", "a%20b", "[a"])
+async def test_a_directory_has_neither_credentials_nor_a_query(tmp_path: Path, name: str) -> None:
+    url = f"file://{tmp_path}/{name}"
+    config = Config.parse({"tiers": {"g4": {"url": url}}})
+    assert config.tiers.g4 is not None and config.tiers.g4.url == url
+    bucket, _ = open_bucket(url, {}, "auto", VirtualClock(), BucketLimits())
+    await bucket.start()
+    await bucket.close()
+    assert (tmp_path / name).is_dir()
 
 
 def test_a_numeric_option_may_be_a_secret() -> None:

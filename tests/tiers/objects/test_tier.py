@@ -250,6 +250,7 @@ async def test_orphaned_temporary_files_are_swept(site: Site) -> None:
         ("nosuch://bucket", "nosuch"),
         ("s3://", "bucket"),
         ("s3://key:topsecret@bucket", "credentials"),
+        ("s3://bucket/p?token=topsecret", "query"),
         ("file://relative/path", "absolute"),
         ("file:///tmp/../etc", "tiers.g4.url"),
         ("s3://bucket/team//prefix", "single slashes"),

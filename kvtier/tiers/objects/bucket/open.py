@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from kvtier.clock import Clock
 from kvtier.errors import ConfigError
@@ -75,9 +74,8 @@ def _split(url: str) -> tuple[str, str]:
     protocol, separator, place = url.partition("://")
     if not separator or not protocol or "::" in url or not protocol.replace("+", "").isalnum():
         raise ConfigError(f"{_KEY} is no URL: write s3://bucket/prefix, file:///directory or another fsspec URL")
-    parts = urlsplit(url)
-    # A secret may hold a slash, and then the library takes its first part for a host.
-    if "@" in url or parts.query:
+    # A secret may hold a slash, and then the library takes its first part for a host. A directory is all path.
+    if ("@" in url or "?" in url) and not url.startswith("file:///"):
         raise ConfigError(
             f"{_KEY} carries credentials or a query: put them into the client's own chain "
             "(environment, profile, instance role) or into tiers.g4.options"
