@@ -93,6 +93,8 @@ is meant where options follow it."""
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command. Exits the process; blocks as long as the command does."""
+    from kvtier.cli.signals import end_by, unwinding
+
     _prepare_streams()
     words = list(sys.argv[1:] if argv is None else argv)
     name, args = "kvtier", words
@@ -100,15 +102,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"kvtier: `kvtier {old}` is now `kvtier {RENAMED[old][0]}`", file=sys.stderr)
         name, args = f"kvtier {old}", words[len(old.split()) :]
     status = 0
-    try:
-        status = _run(words, name, args)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        pass  # the reader of our output has closed it (`kvtier … | head`): no error
-    except OSError as error:
-        status = _report(_ending(error), error, as_json=False)
-    for stream in (sys.stdout, sys.stderr):
-        _let_go(stream)
+    with unwinding() as signals:
+        try:
+            status = _run(words, name, args)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            pass  # the reader of our output has closed it (`kvtier … | head`): no error
+        except OSError as error:
+            status = _report(_ending(error), error, as_json=False)
+        for stream in (sys.stdout, sys.stderr):
+            _let_go(stream)
+    if signals:
+        end_by(signals[0])
     sys.exit(status)
 
 

@@ -28,7 +28,7 @@ MEANINGS = {
     Exit.MACHINE: "this machine or a server does not let it: a package is missing, a device is full, nobody answers",
     Exit.DECLINED: "not confirmed; nothing was changed",
     Exit.DEFECT: "a defect of kvtier, with a traceback on standard error",
-    Exit.INTERRUPTED: "interrupted (Ctrl-C)",
+    Exit.INTERRUPTED: "interrupted (Ctrl-C); SIGTERM and SIGHUP end it in the same way, and by the signal",
 }
 
 _MISTAKES = (ConfigError, FormatError, IdentityError, InvalidRequest)

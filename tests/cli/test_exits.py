@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -128,6 +129,42 @@ def test_a_closed_stream_is_one_that_nobody_reads(tmp_path: Path, closed: str) -
     asking += "'kvtier.cli.output:confirm', ''),); cli.main(['config', 'ask', 'Delete?'])"
     asked = subprocess.run([*command[:-2], "-c", asking], stdin=subprocess.DEVNULL, check=False, timeout=60)
     assert asked.returncode == Exit.DECLINED
+
+
+LINGERING = """
+import pathlib, sys, tempfile, time
+from kvtier import cli
+
+def linger() -> None:
+    with tempfile.TemporaryDirectory(dir=sys.argv[1]):
+        print("here", flush=True)
+        time.sleep(60)
+
+sys.modules["lingering"] = type(sys)("lingering")
+sys.modules["lingering"].linger = linger
+cli.COMMANDS = (cli.Command("config linger", "lingering:linger", ""),)
+cli.main(["config", "linger"])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_whoever_ends_a_command_has_it_leave_nothing_behind(tmp_path: Path, number: int) -> None:
+    command = [sys.executable, "-c", LINGERING, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == "here\n" and any(tmp_path.iterdir())
+        child.send_signal(number)
+        _, said = child.communicate(timeout=60)
+    assert said == "kvtier: interrupted\n" and not any(tmp_path.iterdir())
+    assert child.returncode == (Exit.INTERRUPTED if number == signal.SIGINT else -number)
+
+
+def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
+    command = ["nohup", sys.executable, "-c", LINGERING.replace("60", "1"), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == "here\n"
+        child.send_signal(signal.SIGHUP)
+        child.communicate(timeout=60)
+    assert child.returncode == 0
 
 
 def test_letters_that_the_terminal_has_not_are_spelt(tmp_path: Path) -> None:
