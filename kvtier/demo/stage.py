@@ -87,8 +87,10 @@ def _process(name: str, job: Job, watch: Watch) -> Act:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(asdict(job), file)
         file.flush()
-        command = [sys.executable, "-m", "kvtier.demo.run", file.name]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        # -P: where it is run may lie modules of others, with names of those that it imports.
+        command = [sys.executable, "-P", "-m", "kvtier.demo.run", file.name]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, errors="replace") as child:
             assert child.stdout is not None and child.stderr is not None
             last_words: list[str] = []
             listener = threading.Thread(target=_listen, args=(child.stderr, last_words), daemon=True)

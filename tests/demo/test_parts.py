@@ -165,6 +165,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.Ca
         ("import json; print(json.dumps({'event': 'error', 'message': 'no room'}))", "the first process: no room"),
         ("import sys; sys.exit('went wrong')", "status 1: went wrong"),
         ("pass", "ended with status 0"),
+        ("import os; os.write(2, b'\\xff: it went wrong'); os._exit(1)", "status 1: .*: it went wrong"),
     ],
 )
 def test_a_process_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, program: str, says: str) -> None:
@@ -172,3 +173,12 @@ def test_a_process_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, program: 
     monkeypatch.setattr(subprocess, "Popen", lambda command, **named: whole([sys.executable, "-c", program], **named))
     with pytest.raises(KVTierError, match=says):
         perform(Job(folder="unused", g4="file:///unused"))
+
+
+def test_modules_of_the_working_directory_are_not_the_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('of the working directory')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    job = Job(folder=str(tmp_path), g4=f"file://{tmp_path}/g4", model=str(tmp_path / "none"))
+    with pytest.raises(KVTierError, match=r"^the first process: .*none"):
+        perform(job)
