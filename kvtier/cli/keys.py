@@ -39,7 +39,7 @@ def listing(file: File, json: Json = False) -> None:
 def _row(keys: StoredKeys, name: str) -> dict[str, Any]:
     try:
         found = keys.store.read(name)
-    except CorruptError as error:
+    except (CorruptError, TierError) as error:
         return {"name": name, "created": "", "wrapped_by": "", "note": str(error)}
     if found is None:
         return {"name": name, "created": "", "wrapped_by": "", "note": "destroyed just now"}
@@ -78,7 +78,7 @@ def destroy(
         raise InvalidRequest("name one tenant: --salt SALT, --without-salt or --name NAME")
     config, keys = _opened(file)
     names = [name] if name is not None else sorted({keys.name_of(scope) for scope in _scopes(config, salt)})
-    there = [one for one in names if keys.store.read(one) is not None]
+    there = [one for one in names if _is_there(keys, one)]
     if there and not yes:
         confirm(f"Destroy {len(there)} data key(s)? What they encrypted cannot be read again.")
     destroyed = [one for one in there if keys.store.destroy(one)]
@@ -92,6 +92,14 @@ def destroy(
         console().print("no such data key; nothing was changed")
     if not destroyed:
         raise typer.Exit(1)
+
+
+def _is_there(keys: StoredKeys, name: str) -> bool:
+    """Also a damaged one: until that is gone, its tenant has no other."""
+    try:
+        return keys.store.read(name) is not None
+    except CorruptError:
+        return True
 
 
 def _scopes(config: Config, salt: str | None) -> set[Scope]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
 import re
 import secrets
@@ -27,6 +26,8 @@ from kvtier.tiers.data_keys import WrappedKey
 from kvtier.tiers.fsync import sync_directory
 
 FILE_BYTES_MAX = 4096
+CREATED_MAX = 253_402_300_800.0
+"""The year 10,000, which no calendar here has."""
 LOCK_S = 5.0
 """The longest wait for another process that changes a key."""
 
@@ -81,7 +82,7 @@ class KeyDirectory:
         file = self._file(name)
         with _refusing("destroy"), self._locked():
             try:
-                fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                fd = os.open(file, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             except FileNotFoundError:
                 return False
             try:
@@ -147,7 +148,7 @@ def _parse(raw: bytes, file: Path) -> WrappedKey:
     try:
         found = json.loads(raw)
         created, wrapped = found["created"], bytes.fromhex(found["wrapped"])
-        right = found["version"] == 1 and isinstance(created, float) and math.isfinite(created)
+        right = found["version"] == 1 and isinstance(created, float) and 0 <= created < CREATED_MAX
     except (ValueError, KeyError, TypeError, RecursionError):
         right = False
     if not right or len(wrapped) != WRAPPED_BYTES:

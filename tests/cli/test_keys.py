@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,3 +135,45 @@ def test_a_key_that_is_destroyed_while_it_is_listed_is_said_to_be(
     monkeypatch.setattr("kvtier.tiers.key_directory.KeyDirectory.read", lambda self, name: None)
     (row,) = run("keys", "list", config, "--json").json()["data_keys"]
     assert row["note"] == "destroyed just now" and row["created"] == ""
+
+
+DAMAGED: dict[str, Callable[[Path], object]] = {
+    "is no key of version 1": lambda file: file.write_bytes(bytes(100)),
+    "is no key": lambda file: file.write_text(file.read_text().replace('"created": ', '"created": 1e300, "was": ')),
+}
+OTHER: dict[str, Callable[[Path], object]] = {
+    "is no regular file": os.mkfifo,
+    "keys: read": lambda file: Path.symlink_to(file, "kept"),
+}
+
+
+@pytest.mark.parametrize(("says", "damage"), [*DAMAGED.items(), *OTHER.items()])
+def test_a_key_that_cannot_be_read_is_listed_beside_the_others(
+    run: Callable[..., Any], config: Path, says: str, damage: Callable[[Path], object]
+) -> None:
+    for salt in ("a", "b"):
+        served(config, salt, stored=True)
+    file = min((config.parent / "data-keys").glob("*.key"))
+    if says in OTHER:
+        file.rename(file.with_name("kept"))
+    damage(file)
+    listed = run("keys", "list", config, "--json")
+    assert listed.status == 0
+    notes = {row["name"]: row["note"] for row in listed.json()["data_keys"]}
+    assert says in notes.pop(file.stem) and list(notes.values()) == [""]
+    if says in OTHER:
+        assert run("keys", "destroy", config, "--name", file.stem, "--yes").status == 3, "and it ends"
+
+
+@pytest.mark.parametrize("damage", DAMAGED.values())
+def test_a_damaged_key_may_be_destroyed(
+    run: Callable[..., Any], config: Path, damage: Callable[[Path], object]
+) -> None:
+    """As one whose destruction was interrupted: without that its tenant never has another."""
+    served(config, "a", stored=True)
+    (file,) = (config.parent / "data-keys").glob("*.key")
+    damage(file)
+    destroyed = run("keys", "destroy", config, "--salt", "a", "--yes", "--json")
+    assert destroyed.status == 0 and destroyed.json()["destroyed"] == [file.stem]
+    assert run("keys", "list", config, "--json").json()["data_keys"] == []
+    assert served(config, "a", stored=True) == 4
