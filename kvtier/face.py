@@ -228,7 +228,8 @@ class Face:
         return changed
 
     def stats(self) -> dict[str, Any]:
-        """Per tier: blocks, bytes, capacity, hits, misses by reason, evictions, latency; and `requests`."""
+        """Per tier: blocks, bytes, capacity, hits, misses by reason, evictions, latency; and `requests`. Of a closed
+        cache, the last ones. Raises ClosedError in a forked child."""
         self._require_process()
         return self.manager.stats()
 

@@ -184,6 +184,33 @@ def test_a_store_that_is_out_of_use_leaves_the_figures_whole(tmp_path: Path) -> 
         assert registry.get_sample_value("kvtier_tier_blocks", {"tier": "g3"}) == 2
 
 
+@pytest.mark.parametrize("computes", [False, True])
+def test_figures_are_whole_while_a_cache_is_closed_and_last_behind_that(tmp_path: Path, computes: bool) -> None:
+    namespace, failures, done = sample_namespace(), list[BaseException](), threading.Event()
+    tiers = {"g2": {"capacity": "1MiB"}, "g3": {"path": str(tmp_path / "g3"), "capacity": "16MiB"}}
+    cache = kvtier.open(kvtier.Config.parse({"tiers": tiers}), namespace, computes=computes)
+
+    def scrape() -> None:
+        while not done.is_set():
+            try:
+                assert set(cache.stats()) >= {"g2", "g3"}
+            except BaseException as wrong:
+                failures.append(wrong)
+                return
+
+    thread = threading.Thread(target=scrape)
+    thread.start()
+    keys = chain_of(namespace, 2)
+    cache.put(keys, payloads_of(keys, namespace.block_bytes))
+    cache.close()
+    done.set()
+    thread.join()
+    assert failures == []
+    last = cache.stats()
+    assert (last["g2"]["blocks"], last["g3"]["blocks"]) == (0, 2), "its memory is given back, what is on disk stays"
+    assert last["g3"]["stored"]["stored"] == 2 and last["g3"]["device_written_bytes"] > 0
+
+
 def test_every_entry_of_a_real_cache_is_exported(tmp_path: Path) -> None:
     namespace = sample_namespace()
     tiers = {"g2": {"capacity": "1MiB"}, "g3": {"path": str(tmp_path / "g3"), "capacity": "16MiB"}}

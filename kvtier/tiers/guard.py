@@ -271,6 +271,8 @@ class Guarded(Wrapper):
     async def close(self, deadline: Mono) -> None:
         """The tier gets three quarters of the time; calls that are still under way then raise ClosedError."""
         left_s = self._left_s(deadline)
+        for last in (self.usage, self.counters, self.restarts):  # which are told from then on
+            last()
         try:
             with suppress(TierError):
                 await self._bounded("close", left_s, deadline - left_s / 4)
@@ -331,11 +333,9 @@ class Guarded(Wrapper):
         return False
 
     def _told(self, verb: str, figures: Callable[[], T], last: T) -> T:
-        """The figures, or the last ones where the tier cannot tell. Raises ClosedError. On any thread."""
+        """The figures, or the last ones where the tier cannot tell, as one that is closed. On any thread."""
         try:
             return at_once(self.name, verb, figures)
-        except ClosedError:
-            raise
         except Exception as error:
             log.debug("figures of a tier: %s: %s", type(error).__name__, error)
             return last
