@@ -258,7 +258,7 @@ class Endpoint:
         self.url = f"http://{host}:{self._server.server_port}/metrics"
 
     def close(self) -> None:
-        """Stop answering. Blocks until the last answer is out."""
+        """Take no more connections, and give the port back. An answer that is under way goes on."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
