@@ -55,7 +55,8 @@ class SearchFloors:
 
     def at(self, slot_cls: int, scope: bytes, wall_s: Wall) -> bytes:
         """The key to begin the search at; empty: at the first."""
-        if wall_s >= self._until:
+        set_back = max(wall_s, Wall(0)) < self._until - 2 * FORGET_S  # a write's time may be minutes old
+        if wall_s >= self._until or set_back:
             self.clear()
         return self._keys.get((slot_cls, scope), b"")
 

@@ -13,6 +13,7 @@ from kvtier.retention.trusted_clock import TrustedClock
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
 from kvtier.tiers.disk import eviction
 from kvtier.tiers.disk.records import slot_class
+from kvtier.tiers.disk.retained import Retained
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.protocol import Loaded, Stored, Target
 from tests.tiers.disk.support.store import BLOCK, FAR_S, opened, put
@@ -153,6 +154,25 @@ async def test_a_search_that_goes_on_while_many_are_remembered_knows_what_it_pas
         clock.advance(20)
         assert await put(tier, chain(6, 1), parents=True) == [Stored.STORED]
         assert (here(tier, sure[:1]), here(tier, sure[1:])) == (1, 0)
+
+
+@pytest.mark.parametrize("set_by", [0, -172_800])
+async def test_what_another_process_releases_may_leave_ten_minutes_later(tmp_path: Path, set_by: float) -> None:
+    """Also where the clock was set back meanwhile: not when it has come to that time once more."""
+    clock = VirtualClock()
+    async with opened(tmp_path / "g3", 4, clock=clock) as tier:
+        sure, other = chain(0, 2), chain(1, 2)
+        await put(tier, sure, parents=True)
+        await tier.retain(sure, clock.wall() + 7 * 86_400)
+        await put(tier, other, parents=True)
+        assert await put(tier, chain(2, 1), parents=True) == [Stored.STORED]
+        names = [tier._prefix + key for key in sure]
+        await tier._store.submit(lambda txn: [Retained(txn._txn).forget(name) for name in names]).result()
+        clock.jump_wall(set_by)
+        clock.advance(2 * eviction.FORGET_S)
+        assert await put(tier, chain(3, 1), parents=True) == [Stored.STORED]
+        clock.jump_wall(-set_by)
+        assert (here(tier, sure[:1]), here(tier, sure[1:]), here(tier, other)) == (1, 0, 1)
 
 
 async def test_the_least_worth_goes_first_however_recent(tmp_path: Path) -> None:
