@@ -137,8 +137,8 @@ class PurgeLog:
     @contextlib.contextmanager
     def _syncing(self) -> Iterator[Callable[[], None]]:
         """Makes durable what was written since, or raises OSError: also where that was lost with another thread's sync,
-        which the kernel tells a descriptor once."""
-        fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        which the kernel tells each opening of a file once. Inside of `_held`."""
+        fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)  # this very file, removed or not
         try:
             yield lambda: os.fsync(fd)
         finally:

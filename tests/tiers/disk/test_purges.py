@@ -248,6 +248,15 @@ def test_a_purge_that_the_failed_sync_of_another_one_has_lost_is_not_confirmed(
     assert outcomes == [str(errno.EIO)]
 
 
+def test_a_purge_is_in_force_here_where_somebody_has_removed_the_file(tmp_path: Path) -> None:
+    """The next transaction carries it into the index all the same."""
+    log = PurgeLog(tmp_path / "PURGES")
+    log.prepare()
+    (tmp_path / "PURGES").unlink()
+    log.record(bytes([1]) * 48, Wall(1))
+    assert log.pending() == {bytes([1]) * 48: 1.0}
+
+
 def test_a_reader_that_is_overtaken_hides_no_purge(tmp_path: Path) -> None:
     """One thread has read the old records; it goes on while another one keeps the new ones."""
     read, overtaken = threading.Event(), threading.Event()
