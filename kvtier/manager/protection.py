@@ -194,7 +194,9 @@ class Protection:
         if not wanted:
             return
         untils = {wanted[key].number: until for key, until in self.pins.untils(wanted).items()}
-        self._host.index.table.extend_until(untils, self._clock.read().serve)
+        now = self._clock.read()
+        for time in (now.serve,) if now.delete is not None else (now.stamp, now.serve):  # in doubt: whichever is right
+            self._host.index.table.extend_until(untils, time)
         self.retainer.retain(wanted)
 
     def used(self, keys: Iterable[BlockKey], wall_s: Wall) -> None:

@@ -212,7 +212,9 @@ class Purger:
             now = self._hierarchy.made_by()
             times = {scope: now if before is None else before for scope, before in tombstones.items()}
             self._protection.purge(times)
-            self._hierarchy.work.purge(times)
+            known = self._host.refusals.purged_until  # what began since is not told again, while a tier owes the purge
+            news = [scope for scope, time in times.items() if tombstones[scope] is None or time > known(scope)]
+            self._hierarchy.work.purge({scope: times[scope] for scope in news})
             return now, self._host.apply_tombstones(times)
 
     async def sync(self, joining: Metered | None = None) -> list[Metered]:

@@ -69,6 +69,22 @@ def test_a_pinned_chain_stays_in_ram_until_its_pin_ends(policy: str) -> None:
         assert served(cache, KEYS) == 0
 
 
+@pytest.mark.parametrize("stored_before", [False, True])
+@pytest.mark.parametrize("set_by", [172_800, -172_800])
+def test_a_pin_holds_for_what_is_stored_while_the_clock_is_in_doubt(set_by: float, stored_before: bool) -> None:
+    """By one of the two times the pin is over, or the blocks are; they are not, once the clock is right again."""
+    clock = VirtualClock()
+    with opened(clock, []) as cache:
+        if stored_before:
+            put(cache, KEYS, retention="5m")
+        cache.pins.create("docs/manual", KEYS, "2h")
+        clock.jump_wall(set_by)
+        put(cache, KEYS, retention="5m")
+        clock.jump_wall(-set_by)
+        clock.advance(3600)
+        assert served(cache, KEYS) == 6 and cache.pins.list()
+
+
 def test_without_a_pin_it_would_have_left() -> None:
     with opened(VirtualClock(), []) as cache:
         put(cache, KEYS)

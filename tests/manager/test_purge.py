@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import pytest
@@ -18,6 +18,7 @@ from kvtier.retention.ranges import ChainTerms, RequestTerms
 from kvtier.retention.terms import BUILTIN, Depth
 from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payloads_of, sample_namespace
 from kvtier.tiers.protocol import Tier
+from kvtier.times import Wall
 
 BLOCK = 512
 NS = sample_namespace(BLOCK)
@@ -242,6 +243,37 @@ async def test_a_purge_that_the_log_does_not_have_takes_effect_once() -> None:
         assert purger._local(guess, guess) == now, "the log has it now, and with it what came before"
         assert purger._local({tenant: mark_below(3)}, {}) == {}, "it was read"
         hierarchy.position = 0
+
+
+async def test_what_begins_behind_a_purge_that_a_tier_owes_is_stored() -> None:
+    """While the tier fails, each pass of housekeeping has the purge once more: so often the blocks of the tenant's
+    later requests would be dropped that wait for a copy."""
+
+    class Watcher:
+        def purge(self, scopes: Mapping[Scope, Wall]) -> None:
+            told.extend(scopes)
+
+    clock, told, watcher = VirtualClock(), list[Scope](), Watcher()
+    near, deep = both(clock)
+    async with opened(clock, [FaultyTier(near, [Fault("purge", "error")]), deep]) as cache:
+        manager = cache.manager
+        with manager.lock:
+            manager.hierarchy.work.watch(watcher)
+        at = clock.wall()
+        clock.advance(1)
+        with pytest.raises(TierError):
+            await manager.purge([SCOPE])
+        assert told == [tenant_of(SCOPE)]
+        work = manager.hierarchy.begin(Wall("-inf"))
+        for _ in range(3):
+            await manager._housekeeping.run()
+        await deep.purge(SCOPE, at)  # elsewhere, and before: that purge covers it
+        await tended(cache)
+        assert manager._purger.owed()
+        assert told == [tenant_of(SCOPE)] and not work.lost(CHAIN)
+        with pytest.raises(TierError):
+            await manager.purge([SCOPE])
+        assert work.lost(CHAIN), "another one in the same moment"
 
 
 async def test_a_purge_that_is_cancelled_is_carried_out() -> None:

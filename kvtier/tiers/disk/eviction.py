@@ -36,9 +36,9 @@ class SearchFloors:
     """By class and scope, the key before which a search found no victim. One process's memory, from one transaction to
     the next; on the writer thread.
 
-    Cleared when a block that was passed over may leave after all: its retention ends, its segment drains no more, the
-    capacity is another, a commit fails. Other changes by other processes are not seen from here and take effect
-    FORGET_S later: until then a block that one of them puts before the floor may lose its parent.
+    Cleared when a block that was passed over may leave after all: its retention ends, or is to end sooner, its segment
+    drains no more, the capacity is another, a commit fails. Other changes by other processes are not seen from here and
+    take effect FORGET_S later: until then a block that one of them puts before the floor may lose its parent.
     """
 
     def __init__(self) -> None:
@@ -55,14 +55,15 @@ class SearchFloors:
 
     def at(self, slot_cls: int, scope: bytes, wall_s: Wall) -> bytes:
         """The key to begin the search at; empty: at the first."""
-        if wall_s >= self._until:
+        set_back = max(wall_s, Wall(0)) < self._until - 2 * FORGET_S  # a write's time may be minutes old
+        if wall_s >= self._until or set_back:
             self.clear()
         return self._keys.get((slot_cls, scope), b"")
 
     def raise_to(self, slot_cls: int, scope: bytes, key: bytes, until: Wall) -> None:
         """No block of them before this key may leave, before the time `until`."""
-        if len(self._keys) >= FLOORS_MAX:
-            self.clear()
+        if (slot_cls, scope) not in self._keys and len(self._keys) >= FLOORS_MAX:
+            self.clear()  # a search that went on from its own keeps what it knows: what it passed before counts, too
         self._keys[slot_cls, scope] = key
         self._until = min(self._until, until)
 

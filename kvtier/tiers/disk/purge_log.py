@@ -21,13 +21,14 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import xxhash
 
 from kvtier.errors import TierTimeout
 from kvtier.tiers.disk.records import SCOPED_BYTES
+from kvtier.tiers.disk.slab import SystemCalls
 from kvtier.tiers.fsync import sync_directory
 from kvtier.times import Wall
 
@@ -59,8 +60,8 @@ class PurgeLog:
         with self._held(os.O_CREAT), self._lock:
             if self._prepared:
                 return
-            missing = max(0, RECORDS * _RECORD.size - os.fstat(self._fd).st_size)
-            os.pwrite(self._fd, bytes(missing), RECORDS * _RECORD.size - missing)
+            if os.fstat(self._fd).st_size < RECORDS * _RECORD.size:  # what another process has recorded by now stays
+                SystemCalls().allocate(self._fd, RECORDS * _RECORD.size)
             os.fsync(self._fd)
             sync_directory(self._path.parent)
             self._prepared = True
@@ -84,7 +85,7 @@ class PurgeLog:
     def record(self, scoped: bytes, until: Wall) -> None:
         """Blocks of namespace ‖ scope that were born until then are dead, durably. Raises OSError or TierTimeout."""
         self.prepare()
-        with self._held():
+        with self._held(), self._syncing() as sync:
             with self._alone():
                 used = {place: (name, time) for place, name, time in self._records()}
                 place = next((place for place, (name, _) in used.items() if name == scoped), 0)
@@ -95,10 +96,10 @@ class PurgeLog:
                     scoped, until, place = ALL, max(until, *(time for _, time in used.values())), 1
                 os.pwrite(self._fd, _encoded(scoped, until), place * _RECORD.size)
                 if scoped == ALL:
-                    os.fsync(self._fd)  # before those that it replaces are gone
+                    sync()  # before those that it replaces are gone
                     os.pwrite(self._fd, bytes((RECORDS - 2) * _RECORD.size), 2 * _RECORD.size)
                 self._changed()
-            os.fsync(self._fd)
+            sync()
 
     def settle(self, purges: Mapping[bytes, Wall]) -> None:
         """Forget these: the index has them, durably. Raises OSError or TierTimeout."""
@@ -132,6 +133,16 @@ class PurgeLog:
                     self._users -= 1
         finally:
             self._close_unused()
+
+    @contextlib.contextmanager
+    def _syncing(self) -> Iterator[Callable[[], None]]:
+        """Makes durable what was written since, or raises OSError: also where that was lost with another thread's sync,
+        which the kernel tells each opening of a file once. Inside of `_held`."""
+        fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)  # this very file, removed or not
+        try:
+            yield lambda: os.fsync(fd)
+        finally:
+            os.close(fd)
 
     def _close_unused(self) -> None:
         """Close the file once that is wanted and no thread holds it; one that does, or has the gate, comes here after

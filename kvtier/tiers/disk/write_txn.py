@@ -264,9 +264,8 @@ class WriteTxn:
     def is_same(self, name: bytes, raw: bytes) -> bool:
         """Whether the block is still of the write whose entry was `raw`, renewed or not. If it is not, what was read
         by that entry was a slot's next tenant, not damage."""
-        current = self._txn.get(self._layout.key(name))
-        same = current is not None and same_write(name, raw, current)
-        return same and not self._layout.is_anothers(self._txn, name, raw)
+        now = self._txn.get(self._layout.key(name))
+        return now is not None and same_write(name, raw, now) and not self._layout.is_anothers(self._txn, name, raw)
 
     def delete_corrupt(self, name: bytes, raw: bytes) -> bool:
         """Remove the block after its payload failed the check. False, changing nothing, if it is not the same."""
@@ -279,12 +278,13 @@ class WriteTxn:
         return [self._retain(name, until, served, wall_s) for name in names]
 
     def _retain(self, name: bytes, until: Wall, served: Wall | None, wall_s: Wall) -> bool:
-        entry = self.find(name)
-        if entry is None or not self.is_servable(name, entry, wall_s):
+        if (entry := self.find(name)) is None or not self.is_servable(name, entry, wall_s):
             return False
         if served is not None:
             life = entry.life.extend_until(served, Depth.G3, wall_s)
             self._entries.update(name, entry, life, rank_of(priority_in(entry.rank), self.tick))
+        if until < self._retained.until(name):
+            self._memory.floors.clear()  # a search may have passed over it for longer than that
         self._retained.set(name, until)
         return True
 

@@ -11,7 +11,9 @@ from kvtier.identity.keys import BlockKey
 from kvtier.retention.terms import PRIORITY, Terms
 from kvtier.retention.trusted_clock import TrustedClock
 from kvtier.testing import VirtualClock, chain_of, sample_namespace
+from kvtier.tiers.disk import eviction
 from kvtier.tiers.disk.records import slot_class
+from kvtier.tiers.disk.retained import Retained
 from kvtier.tiers.disk.tier import DiskTier
 from kvtier.tiers.protocol import Loaded, Stored, Target
 from tests.tiers.disk.support.store import BLOCK, FAR_S, opened, put
@@ -112,6 +114,64 @@ async def test_a_retained_block_may_leave_from_the_very_time_at_which_that_ends(
         assert (here(tier, sure), here(tier, other)) == (2, 1)
         clock.advance(20)
         assert await put(tier, chain(3, 1), parents=True) == [Stored.STORED]
+        assert (here(tier, sure[:1]), here(tier, sure[1:]), here(tier, other)) == (1, 0, 1)
+
+
+async def test_a_block_that_is_retained_for_less_than_before_leaves_before_its_parent(tmp_path: Path) -> None:
+    """As that of a pin which is replaced by a shorter one. A search that passed it over before must not go on behind
+    it."""
+    clock = VirtualClock()
+    async with opened(tmp_path / "g3", 4, clock=clock) as tier:
+        sure = chain(0, 2)
+        await put(tier, sure, parents=True)
+        await put(tier, chain(1, 1), parents=True)
+        await put(tier, sure[:1], parents=True)  # warmer than that now, which is warmer than the other block
+        await put(tier, chain(2, 1), parents=True)
+        await tier.retain(sure, clock.wall() + 3600)
+        assert await put(tier, chain(3, 1), parents=True) == [Stored.STORED]
+        assert (here(tier, sure), here(tier, chain(1, 1))) == (2, 0)
+        await tier.retain(sure, clock.wall() + 20)
+        clock.advance(20)
+        assert await put(tier, chain(4, 1), parents=True) == [Stored.STORED]
+        assert (here(tier, sure[:1]), here(tier, sure[1:])) == (1, 0)
+
+
+async def test_a_search_that_goes_on_while_many_are_remembered_knows_what_it_passed_over_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And until when: those of other scopes are forgotten for it, not its own beginning."""
+    monkeypatch.setattr(eviction, "FLOORS_MAX", 1)
+    clock = VirtualClock()
+    async with opened(tmp_path / "g3", 5, clock=clock) as tier:
+        sure, dear = chain(0, 2), chain(2, 1)
+        for one in (sure, chain(1, 1), dear, chain(3, 1), sure[:1]):
+            await put(tier, one, parents=True)
+        await tier.retain(sure, clock.wall() + 20)
+        await tier.retain(dear, clock.wall() + 3600)
+        for seed in (4, 5):
+            assert await put(tier, chain(seed, 1), parents=True) == [Stored.STORED]
+        assert (here(tier, sure), here(tier, dear), here(tier, chain(1, 1) + chain(3, 1))) == (2, 1, 0)
+        clock.advance(20)
+        assert await put(tier, chain(6, 1), parents=True) == [Stored.STORED]
+        assert (here(tier, sure[:1]), here(tier, sure[1:])) == (1, 0)
+
+
+@pytest.mark.parametrize("set_by", [0, -172_800])
+async def test_what_another_process_releases_may_leave_ten_minutes_later(tmp_path: Path, set_by: float) -> None:
+    """Also where the clock was set back meanwhile: not when it has come to that time once more."""
+    clock = VirtualClock()
+    async with opened(tmp_path / "g3", 4, clock=clock) as tier:
+        sure, other = chain(0, 2), chain(1, 2)
+        await put(tier, sure, parents=True)
+        await tier.retain(sure, clock.wall() + 7 * 86_400)
+        await put(tier, other, parents=True)
+        assert await put(tier, chain(2, 1), parents=True) == [Stored.STORED]
+        names = [tier._prefix + key for key in sure]
+        await tier._store.submit(lambda txn: [Retained(txn._txn).forget(name) for name in names]).result()
+        clock.jump_wall(set_by)
+        clock.advance(2 * eviction.FORGET_S)
+        assert await put(tier, chain(3, 1), parents=True) == [Stored.STORED]
+        clock.jump_wall(-set_by)
         assert (here(tier, sure[:1]), here(tier, sure[1:]), here(tier, other)) == (1, 0, 1)
 
 

@@ -182,6 +182,81 @@ def test_nobody_waits_for_the_sync_of_another_purge(tmp_path: Path, monkeypatch:
     assert log._fd < 0 and PurgeLog(tmp_path / "PURGES").pending() == {bytes([1]) * 48: 1.0}
 
 
+def test_a_purge_outlives_that_another_process_makes_the_file_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where neither could make it when it opened the store, on a full volume."""
+    log, other, write = PurgeLog(tmp_path / "PURGES"), PurgeLog(tmp_path / "PURGES"), os.pwrite
+    meanwhile = threading.Thread(target=other.record, args=(bytes([2]) * 48, Wall(2)))
+    waiting = [meanwhile]
+
+    def overtaken(fd: int, data: bytes, offset: int) -> int:
+        if waiting:
+            waiting.pop().start()
+            meanwhile.join(0.5)  # it may have to wait for this one
+        return write(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", overtaken)
+    log.record(bytes([1]) * 48, Wall(1))
+    meanwhile.join()
+    assert log.pending() == {bytes([1]) * 48: 1.0, bytes([2]) * 48: 2.0}
+
+
+def test_a_purge_that_the_failed_sync_of_another_one_has_lost_is_not_confirmed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells each descriptor once of what was lost since it was opened."""
+    log, opened, closed = PurgeLog(tmp_path / "PURGES"), os.open, os.close
+    log.prepare()
+    losses, told, asked, failed, outcomes = [0], dict[int, int](), threading.Event(), threading.Event(), list[str]()
+
+    def open_(*args: Any) -> int:
+        fd = opened(*args)
+        told[fd] = losses[0]
+        return fd
+
+    def close(fd: int) -> None:
+        told.pop(fd, None)
+        closed(fd)
+
+    def sync(fd: int) -> None:
+        if threading.current_thread() is second:
+            asked.set()
+            assert failed.wait(10)
+        else:
+            second.start()
+            assert asked.wait(10)
+            losses[0] += 1
+        if told.get(fd, 0) < losses[0]:
+            told[fd] = losses[0]
+            failed.set()
+            raise OSError(errno.EIO, "lost")
+
+    def record() -> None:
+        try:
+            log.record(bytes([2]) * 48, Wall(2))
+            outcomes.append("durable")
+        except OSError as error:
+            outcomes.append(str(error.errno))
+
+    second = threading.Thread(target=record)
+    for name, call in (("open", open_), ("close", close), ("fsync", sync)):
+        monkeypatch.setattr(os, name, call)
+    with pytest.raises(OSError, match="lost"):
+        log.record(bytes([1]) * 48, Wall(1))
+    second.join()
+    assert outcomes == [str(errno.EIO)]
+
+
+def test_a_purge_is_in_force_here_where_somebody_has_removed_the_file(tmp_path: Path) -> None:
+    """The next transaction carries it into the index all the same."""
+    log = PurgeLog(tmp_path / "PURGES")
+    log.prepare()
+    (tmp_path / "PURGES").unlink()
+    log.record(bytes([1]) * 48, Wall(1))
+    assert log.pending() == {bytes([1]) * 48: 1.0}
+
+
 def test_a_reader_that_is_overtaken_hides_no_purge(tmp_path: Path) -> None:
     """One thread has read the old records; it goes on while another one keeps the new ones."""
     read, overtaken = threading.Event(), threading.Event()
