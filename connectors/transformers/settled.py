@@ -78,14 +78,15 @@ class Settled:
 
     def _sample(self) -> dict[str, bytes]:
         """SAMPLE_BYTES from the middle of each drawn parameter, by its name, in one copy per device. Those that are
-        elsewhere, as offloading has it, are left out."""
+        elsewhere, as offloading and sharding have it, are left out."""
         import torch
 
         by_device: dict[Any, dict[str, Any]] = {}
         for name in self._sampled:
             with contextlib.suppress(AttributeError):
                 tensor = self._model.get_parameter(name).detach()
-                if not tensor.is_meta and tensor.is_contiguous():
+                end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+                if tensor.is_contiguous() and tensor.untyped_storage().nbytes() >= end and not tensor.is_meta:
                     flat = tensor.view(-1).view(torch.uint8)
                     start = max(0, flat.numel() - SAMPLE_BYTES) // 2
                     by_device.setdefault(tensor.device, {})[name] = flat[start : start + SAMPLE_BYTES]

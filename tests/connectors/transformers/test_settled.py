@@ -120,3 +120,18 @@ def test_weights_in_other_memory(config: Any) -> None:
             setattr(model.get_submodule(module), last, torch.nn.Parameter(source.detach().clone()))
         with pytest.raises(kvtier.InvalidRequest, match="with other weights"):
             prefixes.fetch(ids)
+
+
+def test_a_parameter_whose_memory_is_given_back_meanwhile(config: Any) -> None:
+    """As sharding has it between passes: what lies elsewhere is not compared, and what comes back is."""
+    model, ids = llama(), prompt(40)
+    with PrefixCache(config(), model, tiers=[]) as prefixes:
+        kept = [parameter.data.clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()  # memory that numpy has seen keeps its size
+            parameter.untyped_storage().resize_(0)
+        assert not prefixes._settled.weights_changed()
+        for parameter, values in zip(model.parameters(), kept, strict=True):
+            parameter.untyped_storage().resize_(values.untyped_storage().nbytes())
+            parameter.data.copy_(values)
+        assert prefixes.fetch(ids)[1] == 0
