@@ -132,8 +132,11 @@ def test_a_closed_stream_is_one_that_nobody_reads(tmp_path: Path, closed: str) -
 
 
 LINGERING = """
-import pathlib, sys, tempfile, time
+import pathlib, signal, sys, tempfile, time
 from kvtier import cli
+
+if len(sys.argv) > 2:  # what starts the tests may have it ignored, as a shell has SIGINT in the background
+    signal.signal(int(sys.argv[2]), signal.default_int_handler if sys.argv[2] == "2" else signal.SIG_DFL)
 
 def linger() -> None:
     with tempfile.TemporaryDirectory(dir=sys.argv[1]):
@@ -149,7 +152,7 @@ cli.main(["config", "linger"])
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_whoever_ends_a_command_has_it_leave_nothing_behind(tmp_path: Path, number: int) -> None:
-    command = [sys.executable, "-c", LINGERING, str(tmp_path)]
+    command = [sys.executable, "-c", LINGERING, str(tmp_path), str(int(number))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None and child.stdout.readline() == "here\n" and any(tmp_path.iterdir())
         child.send_signal(number)
