@@ -25,8 +25,9 @@ GRACE_S = 1.0
 """How much later than its deadline a call may return: the work of its threads, and cleaning up."""
 CALL_S = 60.0
 """Bound of a call without a deadline of the caller's, such as a pin's: a tier has so long."""
-PURGE_S = 65.0
-"""That of a purge: where the log refuses it, the tiers that took it are told so, for 5 s."""
+PURGE_S = 60.0 + 5.0 + 10.0 + 5.0
+"""That of a purge: the tiers take it; where the log refuses it, those are told so; then all are asked which purges they
+know, and told its number."""
 EVICT_S = 310.0
 """That of a whole tier, and what was retained there."""
 _RANGES = [(0, 20, "urgent"), (16, 70, "shallow")]
