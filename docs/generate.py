@@ -138,7 +138,7 @@ def _coverage() -> Iterator[str]:
         WIDTH,
     )
     yield from ("", "| folder | statements | reached | branches | reached |", "|---|---:|---:|---:|---:|")
-    for row in (*run["results"]["folders"], run["results"]["total"] | {"folder": ""}):
+    for row in (*run["results"]["folders"], run["results"]["total"]):
         counts = (row["statements"], row["statements_reached"], row["branches"], row["branches_reached"])
         shares = [f"{counts[place]:,} | {_percent(*counts[place : place + 2])}" for place in (0, 2)]
         yield f"| {'`' + row['folder'] + '`' if row['folder'] else 'all'} | {' | '.join(shares)} |"

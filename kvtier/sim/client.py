@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from kvtier.cache import AsyncCache
-from kvtier.errors import InvalidRequest, TierError
+from kvtier.errors import ClosedError, InvalidRequest, TierError
 from kvtier.identity.keys import BlockKey, scope_of_key
 from kvtier.retention.terms import BUILTIN
 from kvtier.sim.ledger import Before, Ledger, Purge, Wrong, bytes_of
@@ -236,3 +236,16 @@ class Client:
 
 def _whole(slot: Slot) -> bytes:
     return b"".join(slot.pieces)
+
+
+async def cancelled(call: Callable[[], Coroutine[Any, Any, None]], turns: int | None) -> None:
+    """The call, cancelled after so many turns (None: never). A cache that is closed meanwhile says so."""
+    with suppress(ClosedError):
+        if turns is None:
+            return await call()
+        task = asyncio.ensure_future(call())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task

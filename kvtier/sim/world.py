@@ -8,20 +8,19 @@ disk is `kvtier.testing.MemoryTier` over what survives a process, or the real G3
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
 
 from kvtier.cache import AsyncCache
-from kvtier.errors import ClosedError, TierError
+from kvtier.errors import TierError
 from kvtier.identity.keys import BlockKey
 from kvtier.retention.trusted_clock import SETTLE_S, deletion_time
-from kvtier.sim.client import GRACE_S, Client
+from kvtier.sim.client import GRACE_S, Client, cancelled
 from kvtier.sim.configuration import BOUND_S, CLOSE_S, config_of
 from kvtier.sim.engines import Engines
 from kvtier.sim.history import ENGINE_VERBS, History, Step
@@ -131,7 +130,7 @@ class World:
         """Begin a step's call, and cancel it some turns later, if it says so."""
         self.tell(host, f"{step.verb} {step.args}")
         call = partial(self._client(host).do, step.verb, step.args, random.Random(step.seed))
-        task = self._loop.spawn(host.process, _cancelled(call, step.args.get("cancel")))
+        task = self._loop.spawn(host.process, cancelled(call, step.args.get("cancel")))
         task.set_name(f"{step.verb} on host {host.number}")
         self._running.append(task)
 
@@ -350,6 +349,7 @@ class World:
             if deletion_time(host.cache.manager.hierarchy.clock) is not None:
                 return
             await asyncio.sleep(10.0)
+        raise Wrong(f"the clock of host {host.number} is in doubt after {SETTLE_S + HEALED_S:g} s")
 
     async def _settled(self, host: Host, healed: float = 0.0) -> None:
         """`healed`: the purge log was read since then, so that what is stored now is behind every purge."""
@@ -435,16 +435,3 @@ class World:
 
     def _payload(self, key: BlockKey) -> bytes:
         return bytes_of(key, NAMESPACE.block_bytes)
-
-
-async def _cancelled(call: Callable[[], Coroutine[Any, Any, None]], turns: int | None) -> None:
-    """The call, cancelled after so many turns. A cache that is closed meanwhile says so."""
-    with contextlib.suppress(ClosedError):
-        if turns is None:
-            return await call()
-        task = asyncio.ensure_future(call())
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task

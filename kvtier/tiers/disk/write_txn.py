@@ -264,8 +264,8 @@ class WriteTxn:
     def is_same(self, name: bytes, raw: bytes) -> bool:
         """Whether the block is still of the write whose entry was `raw`, renewed or not. If it is not, what was read
         by that entry was a slot's next tenant, not damage."""
-        now = self._txn.get(self._layout.key(name))
-        return now is not None and same_write(name, raw, now) and not self._layout.is_anothers(self._txn, name, raw)
+        found = self._txn.get(self._layout.key(name))
+        return found is not None and same_write(name, raw, found) and not self._layout.is_anothers(self._txn, name, raw)
 
     def delete_corrupt(self, name: bytes, raw: bytes) -> bool:
         """Remove the block after its payload failed the check. False, changing nothing, if it is not the same."""
