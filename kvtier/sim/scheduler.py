@@ -61,6 +61,7 @@ class Scheduler:
         self._name, self._shape, self._ledger, self._rng = name, shape, ledger, rng
         self._before, self._leapt, self._told, self._later = before, leapt, told, later
         self._waiting: deque[Asked] = deque()
+        self._holding: deque[Asked] = deque()  # wait, too, with blocks of their own; they come first
         self._running: list[Asked] = []
         self._received: set[str] = set()
         self._lost: set[str] = set()  # requests whose loads failed
@@ -189,16 +190,21 @@ class Scheduler:
             asked.named = full
 
     async def _plan_waiting(self, output: Any, passes: list[Forward]) -> None:
-        skipped: deque[Asked] = deque()
-        while self._waiting and len(self._running) < self._shape.running and self._left(output) > 0:
-            asked = self._waiting.popleft()
+        skipped: list[Asked] = []
+        while len(self._running) < self._shape.running and self._left(output) > 0:
+            queue = self._holding or self._waiting
+            if not queue:
+                break
+            asked = queue.popleft()
             placed = (asked.state != "loading" or self._arrived(asked)) and await self._place(asked, output, passes)
             if placed is None:
-                self._waiting.appendleft(asked)
+                queue.appendleft(asked)
                 break
             if not placed:
                 skipped.append(asked)
-        self._waiting = deque([*skipped, *self._waiting])
+        # As in vLLM from 0.31 on: what holds blocks is not kept waiting by what has none, and would wait for theirs.
+        self._holding.extendleft(reversed([asked for asked in skipped if asked.blocks]))
+        self._waiting.extendleft(reversed([asked for asked in skipped if not asked.blocks]))
 
     def _arrived(self, asked: Asked) -> bool:
         """Whether the load that it waits for has ended; then it waits for its turn."""
@@ -219,7 +225,7 @@ class Scheduler:
         return True
 
     async def _place(self, asked: Asked, output: Any, passes: list[Forward]) -> bool | None:
-        """Give it blocks. False: it is passed over; None: there are no blocks."""
+        """Give it blocks. False: it waits on, perhaps with blocks; None: there are not enough."""
         own: list[PoolBlock] = []
         count, apart = 0, False
         if not asked.num_computed_tokens:
@@ -233,7 +239,8 @@ class Scheduler:
         begin = (asked.num_computed_tokens or len(own) * SIZE) + count
         tokens = 0 if apart else min(asked.num_tokens - begin, self._left(output))
         more = -(-(begin + tokens) // SIZE) - len(asked.blocks) - len(own)
-        if max(0, more) + sum(block.ref_cnt == 0 for block in own) > self.pool.get_num_free_blocks():
+        whole = self._lacks(asked, asked.num_tokens) - len(own) + self._reserved() if apart else 0
+        if max(0, more, whole) + sum(block.ref_cnt == 0 for block in own) > self.pool.get_num_free_blocks():
             return None
         self.pool.touch(own)
         if own:
@@ -251,14 +258,17 @@ class Scheduler:
         self.half.allocated(asked, SimpleNamespace(get_block_ids=lambda: (ids,)), count)
         if apart:
             asked.state = "loading"
-            self._waiting.append(asked)
             if asked.leaves_loading:
                 self._later(lambda: self._leave(asked))
-            return True
+            return False
         asked.state = "running"
         self._running.append(asked)
         self._plan(asked, tokens, [], output, passes)
         return True
+
+    def _reserved(self) -> int:
+        """Blocks that prompts under way lack. Loads hold theirs until their turn: without these, none might come."""
+        return sum(self._lacks(asked, asked.num_tokens) for asked in [*self._holding, *self._running])
 
     def _known(self, asked: Asked) -> dict[BlockKey, Before]:
         """What is known of the blocks that it is offered. They may have been found some time ago, and purged since."""
@@ -339,7 +349,7 @@ class Scheduler:
         """Loads left these blocks without content. Returns requests that compute again from there on, in place."""
         spoilt: set[str] = set()
         marked: set[int] = set()
-        for asked in [*self._waiting, *self._running] if bad else ():
+        for asked in [*self._holding, *self._running] if bad else ():
             if asked.state == "waiting":
                 continue
             computed = asked.num_computed_tokens - planned.get(asked.request_id, 0)
@@ -382,8 +392,9 @@ class Scheduler:
             self._running.remove(asked)
             if not asked.stale:  # of a step under way, too: it ends though nobody waits for its answer
                 self._ledger.offered(asked.chain[: asked.num_computed_tokens // SIZE])
-        if asked in self._waiting:
-            self._waiting.remove(asked)
+        for queue in (self._holding, self._waiting):
+            if asked in queue:
+                queue.remove(asked)
         asked.state = "over"
         held, _ = self.half.finish(asked)
         self._finished.append(asked.request_id)
