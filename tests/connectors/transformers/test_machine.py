@@ -136,7 +136,7 @@ class Long(Machine):
     """The same with random seeds."""
 
 
-TestMachineLong = pytest.mark.long(Long.TestCase)
+TestMachineLong = pytest.mark.timeout(900)(pytest.mark.long(Long.TestCase))
 TestMachineLong.settings = settings(
     max_examples=500, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
