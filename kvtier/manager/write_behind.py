@@ -1,8 +1,10 @@
 """Write-behind: from G2 down to one lower tier, in the background, bounded.
 
 A queue per tier. Blocks are accepted from the head of a chain on; those that do not fit, the newest and deepest, are
-refused with their descendants, so a tier never holds a tail without its head. An accepted block stays pinned in G2
-until the tier has answered. All state is guarded by the hierarchy's lock; the workers run on the manager's event loop.
+refused with their descendants, so a tier never holds a tail without its head. Batches of one scope that wait one behind
+the other are one write, since a write costs a tier as much as many small blocks: while engines decode, most batches are
+of one block. An accepted block stays pinned in G2 until the tier has answered. All state is guarded by the hierarchy's
+lock; the workers run on the manager's event loop.
 """
 
 from __future__ import annotations
@@ -11,14 +13,16 @@ import asyncio
 import threading
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import TypeVar
 
 from kvtier.checksum import digest_of
 from kvtier.clock import Clock
 from kvtier.identity.key_counts import KeyCounts
-from kvtier.identity.keys import BlockKey
+from kvtier.identity.keys import BlockKey, Scope, scope_of_key
 from kvtier.manager.slices import SLICE_BLOCKS
 from kvtier.supervisor import Service, Supervisor, soon
 from kvtier.tiers.host.pins import Hold
@@ -28,6 +32,8 @@ from kvtier.tiers.rate_limiter import TokenBucket
 from kvtier.times import Mono
 
 T = TypeVar("T")
+Write = asyncio.Future[None]
+"""The end of one that is under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,16 @@ class ChainBatch:
     def last(self) -> BlockKey:
         """Name of the deepest block."""
         return self.chain[self.depths[-1]]
+
+    @property
+    def parent(self) -> BlockKey | None:
+        """Name of the block before the first one; None: that is the head of the chain."""
+        return self.chain[self.depths[0] - 1] if self.depths[0] else None
+
+    @property
+    def scope(self) -> Scope:
+        """Of the chain."""
+        return scope_of_key(self.chain[0])
 
     def split(self, count: int) -> tuple[ChainBatch, ChainBatch]:
         """The first `count` blocks, and the rest."""
@@ -112,7 +128,7 @@ class WriteBehind:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._writing: dict[BlockKey, asyncio.Future[None]] = {}  # block with a writer → the end of its batch
+        self._writing: dict[BlockKey, Write] = {}  # by block
 
     def start(self, supervisor: Supervisor, service: Service) -> None:
         """Begin to empty the queue, on the running loop. `service` is out while that keeps failing."""
@@ -182,60 +198,97 @@ class WriteBehind:
 
     async def _work(self) -> None:
         while True:
-            batch = self._take()
-            if batch is None:
+            batches = self._take()
+            if not batches:
                 self._wake.clear()
                 await self._wake.wait()
                 continue
-            results = [Stored.FAILED] * len(batch)
-            ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            keys = batch.keys
+            results = [[Stored.FAILED] * len(batch) for batch in batches]
+            keys = [key for batch in batches for key in batch.keys]
+            # All of them were taken before these batches, so that writes never wait in a circle.
+            parents = {self._writing[batch.parent] for batch in batches if batch.parent in self._writing}
+            ended: Write = asyncio.get_running_loop().create_future()
             self._writing.update(dict.fromkeys(keys, ended))
             try:
-                results = await self._write(batch)
+                results = await self._write(batches, parents)
             finally:  # a tier's own failures are answers: an error is ours, and for the supervisor
                 for key in keys:
                     if self._writing.get(key) is ended:
                         del self._writing[key]
                 ended.set_result(None)
                 with self._lock:
-                    self._busy -= len(batch)
-                    self._forget(batch)
-                try:
-                    self._finished(batch, results)
-                finally:
-                    if not self.pending():
-                        self._idle.set()
+                    self._busy -= len(keys)
+                    self._names.remove(keys)
+                with ExitStack() as ends:  # each batch is answered for, though the answer for another one raises
+                    ends.callback(self._look_idle)
+                    for batch, result in reversed(list(zip(batches, results, strict=True))):
+                        ends.callback(self._finished, batch, result)
 
-    def _take(self) -> ChainBatch | None:
-        """The next batch, cut to the size of one write; the rest stays at the front."""
-        most = self.tier.stride
-        if most == 1:
-            most = min(SLICE_BLOCKS, max(1, self._limits.batch_bytes_max // self.tier.block_bytes))
+    def _look_idle(self) -> None:
+        if not self.pending():
+            self._idle.set()
+
+    def _take(self) -> list[ChainBatch]:
+        """The batches of the next write; a tier of strides gets them one by one. No block is there twice, and they have
+        one scope, since a data key that is not to be had fails the whole write. The last is cut to a write's size."""
+        stride, block_bytes = self.tier.stride, self.tier.block_bytes
+        most_bytes = min(self._limits.batch_bytes_max, self.rate.at_once)
+        left = stride if stride > 1 else min(SLICE_BLOCKS, max(1, int(most_bytes // block_bytes)))
+        taken: list[ChainBatch] = []
+        names: set[BlockKey] = set()
         with self._lock:
-            if not self._queue:
-                return None
-            batch = self._queue.popleft()
-            if len(batch) > most:
-                batch, rest = batch.split(most)
-                self._queue.appendleft(rest)
-            self._queued -= len(batch)
-            self._busy += len(batch)
-        return batch
+            while self._queue and left:
+                batch, rest = self._queue[0].split(left)
+                if taken and (stride > 1 or batch.scope != taken[0].scope or not names.isdisjoint(batch.keys)):
+                    break
+                self._queue.popleft()
+                if rest:
+                    self._queue.appendleft(rest)
+                taken.append(batch)
+                names.update(batch.keys)
+                left -= len(batch)
+            self._queued -= len(names)
+            self._busy += len(names)
+        return taken
 
-    async def _write(self, batch: ChainBatch) -> list[Stored]:
-        size = len(batch) * self.tier.block_bytes
+    async def _write(self, batches: Sequence[ChainBatch], parents: set[Write]) -> list[list[Stored]]:
+        """The results of each batch. `parents` is waited for first."""
         deadline = self._clock.monotonic() + self._limits.write_deadline_s
-        if not await self._has_parent(batch, deadline):
-            self.refused["orphan"] += len(batch)
-            return [Stored.REFUSED] * len(batch)
-        await self.rate.take(size)
+        if parents:
+            await asyncio.wait(parents, timeout=max(0.0, deadline - self._clock.monotonic()))
+        known: list[bool] = []
+        names: set[BlockKey | None] = set()
+        for batch in batches:
+            known.append(batch.parent in names or await self._has_parent(batch, deadline))
+            names.update(batch.keys)
+        blocks = sum(len(batch) for batch, there in zip(batches, known, strict=True) if there)
+        await self.rate.take(blocks * self.tier.block_bytes)
+        sealed = await to_the_end(partial(_seal_all, batches, self._positions(batches, known)))
+        answers = iter(await self._answers([one for some in sealed for one in some]))
+        return [
+            list(islice(answers, len(some))) or [Stored.REFUSED] * len(batch)
+            for batch, some in zip(batches, sealed, strict=True)
+        ]
+
+    def _positions(self, batches: Sequence[ChainBatch], known: Sequence[bool]) -> list[int | None]:
+        """Where in the purge log each batch is taken for writing; None: it is refused, and so are those that follow it.
+        `known`: whether its parent is in the tier, or in a batch before it."""
+        out: list[int | None] = []
+        refused: set[BlockKey | None] = set()
         with self._lock:
-            position = self._position(batch)
-        if position is None:
-            self.refused["purged"] += len(batch)
-            return [Stored.REFUSED] * len(batch)
-        sealed = await to_the_end(partial(seal, position=position), batch)
+            for batch, there in zip(batches, known, strict=True):
+                orphan = not there or batch.parent in refused
+                position = None if orphan else self._position(batch)
+                if position is None:
+                    self.refused["orphan" if orphan else "purged"] += len(batch)
+                    refused.update(batch.keys)
+                out.append(position)
+        return out
+
+    async def _answers(self, sealed: Sequence[Sealed]) -> list[Stored]:
+        """Write them, if any."""
+        if not sealed:
+            return []
         results = await self._offer(sealed)
         if Stored.FULL in results and await self._flush_uses():
             # The coldest block there may be the parent of one that is written, which leaves for none of its own chain.
@@ -250,21 +303,15 @@ class WriteBehind:
         return await self.tier.write(sealed, self._clock.monotonic() + self._limits.write_deadline_s)
 
     async def _has_parent(self, batch: ChainBatch, deadline: Mono) -> bool:
-        """Whether the tier has the block before the batch's first. One that another worker writes now is waited for:
-        batches wait for shallower ones only, so they never wait in a circle."""
+        """Whether the tier has the block before the batch's first."""
         first = batch.depths[0]
-        if first == 0:
-            return True
-        parent = self._writing.get(batch.chain[first - 1])
-        if parent is not None:
-            await asyncio.wait({parent}, timeout=max(0.0, deadline - self._clock.monotonic()))
-        return (await self.tier.lookup(batch.chain, [first - 1], deadline))[0] is None
+        return first == 0 or (await self.tier.lookup(batch.chain, [first - 1], deadline))[0] is None
 
 
-async def to_the_end(work: Callable[[ChainBatch], T], batch: ChainBatch) -> T:
+async def to_the_end(work: Callable[[], T]) -> T:
     """Run `work` on a thread. Whatever ends the wait is raised when the thread has ended: until then it reads pinned
     memory."""
-    running = asyncio.ensure_future(asyncio.to_thread(work, batch))
+    running = asyncio.ensure_future(asyncio.to_thread(work))
     interrupted: BaseException | None = None
     while not running.done():
         try:
@@ -289,3 +336,10 @@ def seal(batch: ChainBatch, position: int = 0) -> list[Sealed]:
         parent = batch.chain[depth - 1] if depth else None
         out.append(Sealed(batch.chain[depth], depth, slot.digest, pieces, slot.life, parent, slot.priority, position))
     return out
+
+
+def _seal_all(batches: Sequence[ChainBatch], positions: Sequence[int | None]) -> list[list[Sealed]]:
+    """`seal` of each batch; nothing of those without a position."""
+    return [
+        [] if position is None else seal(batch, position) for batch, position in zip(batches, positions, strict=True)
+    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from kvtier.clock import Clock
 
 WAIT_S_MAX = 1.0
@@ -31,6 +33,11 @@ class TokenBucket:
         now = self._clock.monotonic()
         self._level = min(self._burst, self._level + (now - self._at) * self._rate)
         self._at = now
+
+    @property
+    def at_once(self) -> float:
+        """The largest amount that leaves the bucket no debt."""
+        return self._burst if self._rate > 0 else inf
 
     def try_take(self, amount: float) -> bool:
         """Take `amount` if the bucket has it (or is full); else take nothing. Does not wait."""

@@ -9,9 +9,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvtier.clock import Clock, SystemClock
-from kvtier.identity.keys import BlockKey
+from kvtier.identity.keys import BlockKey, scope_of, scope_of_key
 from kvtier.manager.hierarchy import ManagerLimits
 from kvtier.manager.manager import Manager
+from kvtier.manager.write_behind import ChainBatch
 from kvtier.policies.policy import make_policy
 from kvtier.retention.terms import BUILTIN, Depth
 from kvtier.testing import MemoryTier, VirtualClock, chain_of, payload_of, sample_namespace
@@ -73,16 +74,18 @@ async def test_a_batch_s_slots_may_be_another_chain_s_once_they_are_unpinned() -
 
 
 class Held(MemoryTier):
-    """Writes wait until `go`; `tried` counts the blocks."""
+    """Writes wait until `go`; `tried` counts the blocks, `writes` has those of each write."""
 
     def __init__(self, clock: Clock, answer: Stored | None = None) -> None:
         super().__init__(NS, clock)
         self.go = asyncio.Event()
         self.tried = 0
+        self.writes: list[list[BlockKey]] = []
         self._answer = answer
 
     async def write(self, blocks: Sequence[Sealed], deadline: float) -> list[Stored]:
         self.tried += len(blocks)
+        self.writes.append([block.key for block in blocks])
         if self._answer is not None:
             return [self._answer] * len(blocks)
         await self.go.wait()
@@ -106,6 +109,88 @@ async def test_forks_of_a_prompt_whose_blocks_are_being_written_are_stored() -> 
         assert not refused["orphan"] and flushed.dropped == 0
         for chain in (prompt, *forks):
             assert tier.peek(chain, range(8)) == [None] * 8
+
+
+async def test_what_waits_one_behind_the_other_is_one_write() -> None:
+    """Sixteen prompts of one block, and one that grows by a block ten times, while both writers wait for the tier."""
+    clock = SystemClock()
+    tier = Held(clock)
+    growing = chain_of(NS, 10, seed=100)
+    async with managed(128, [tier], clock) as manager:
+        for seed in range(16):
+            assert store(manager, chain_of(NS, 1, seed)) == []
+            await asyncio.sleep(0)
+        for length in range(1, 11):
+            assert store(manager, growing[:length], length - 1) == []
+        await asyncio.sleep(0.05)
+        tier.go.set()
+        flushed = await manager.flush(clock.monotonic() + 10)
+        assert (flushed.durable["g3"], flushed.dropped, flushed.pending) == (26, 0, 0)
+        assert len(tier.writes) <= 4 and [key for key in tier.writes[-1] if key in growing] == growing
+        assert tier.peek(growing, range(10)) == [None] * 10
+
+
+async def test_a_write_has_blocks_of_one_scope_and_none_twice() -> None:
+    """A data key that is missing fails a whole write, and so it fails one tenant's."""
+    clock = SystemClock()
+    tier = Held(clock)
+    one, two = scope_of("one"), scope_of("two")
+    async with managed(128, [tier], clock) as manager:
+        queue = manager.demoter.queues["g3"]
+        chains = [chain_of(NS, 2, seed, scope) for seed, scope in enumerate((one, one, one, one, two, two, one))]
+        for chain in chains:
+            assert store(manager, chain) == []
+        again = chains[-1]
+        for _ in range(2):
+            with manager.lock:
+                slots = [manager.host.pin(key, clock.wall()) for key in again]
+                assert queue.enqueue(ChainBatch.of(again, [slot for slot in slots if slot is not None])) == 2
+        await asyncio.sleep(0.05)
+        tier.go.set()
+        assert await queue.drained(clock.monotonic() + 10)
+        for write in tier.writes:
+            assert len({scope_of_key(key) for key in write}) == 1 and len(set(write)) == len(write)
+        assert sum(again[0] in write for write in tier.writes) == 3
+        assert all(tier.peek(chain, range(2)) == [None] * 2 for chain in chains)
+
+
+async def test_a_batch_whose_parent_is_refused_in_the_same_write_is_refused() -> None:
+    clock = SystemClock()
+    tier = Held(clock)
+    first, second, chain = chain_of(NS, 2, 1), chain_of(NS, 2, 2), chain_of(NS, 4, 3)
+    async with managed(64, [tier], clock) as manager:
+        queue = manager.demoter.queues["g3"]
+        position = queue._position
+        queue._position = lambda batch: None if batch.depths == (1, 2) else position(batch)
+        assert store(manager, first) == [] == store(manager, second)
+        await asyncio.sleep(0)
+        for stop, start in ((1, 0), (3, 1), (4, 3)):
+            assert store(manager, chain[:stop], start) == []
+        tier.go.set()
+        assert await queue.drained(clock.monotonic() + 10)
+        assert (queue.refused["purged"], queue.refused["orphan"]) == (2, 1)
+        assert [miss is None for miss in tier.peek(chain, range(4))] == [True, False, False, False]
+
+
+async def test_every_batch_of_a_write_is_answered_for_though_one_answer_is_an_error() -> None:
+    clock = SystemClock()
+    tier = Held(clock)
+    async with managed(64, [tier], clock) as manager:
+        queue = manager.demoter.queues["g3"]
+        finished, failing = queue._finished, [chain_of(NS, 1, 5)[0]]
+
+        def finish(batch: ChainBatch, results: list[Stored]) -> None:
+            finished(batch, results)
+            if batch.last in failing:
+                raise ZeroDivisionError
+
+        queue._finished = finish
+        for seed in range(12):
+            assert store(manager, chain_of(NS, 1, seed)) == []
+        tier.go.set()
+        assert await queue.drained(clock.monotonic() + 10)
+        assert all(not slot.pins for seed in range(12) if (slot := manager.host.index.at(chain_of(NS, 1, seed), 0)))
+        assert manager.demoter.durable["g3"] == 12
 
 
 async def test_a_full_tier_is_offered_each_block_once_in_a_while() -> None:
