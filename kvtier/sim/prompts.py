@@ -27,6 +27,8 @@ SALTS: Mapping[int, tuple[str | None, Scope]] = {
     6: ("fresh", tenant_of(SCOPES[6])),
 }  # fmt: skip
 """By number of the scope: the salt that purges it, and its tenant."""
+UNTOUCHED = 6
+"""The scope that no step stores in, or purges."""
 
 _KINDS = {2: "blink", 5: "brief"}
 CLASSES: Mapping[str, Mapping[str, object]] = {
@@ -52,7 +54,7 @@ def chain_of_step(args: Mapping[str, Any]) -> list[BlockKey]:
 
 
 def fresh_chain(scope: int, number: int, blocks: int = 4) -> list[BlockKey]:
-    """A chain that nobody has put. Scope 6 is in no history."""
+    """A chain that nobody has put."""
     return _keys(SCOPES[scope], [1 << 20 | number] * (blocks * NAMESPACE.block_tokens))
 
 

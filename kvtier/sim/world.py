@@ -28,7 +28,7 @@ from kvtier.sim.host import Host
 from kvtier.sim.kernel import Kernel
 from kvtier.sim.ledger import Ledger, Wrong, bytes_of
 from kvtier.sim.loop import OUTSIDE, LoopClock, VirtualLoop
-from kvtier.sim.prompts import NAMESPACE, SHORT, chain_of_step, fresh_chain
+from kvtier.sim.prompts import NAMESPACE, SHORT, UNTOUCHED, chain_of_step, fresh_chain
 from kvtier.testing.clock import SkewedClock
 from kvtier.testing.virtual_bucket import VirtualServer
 
@@ -59,7 +59,7 @@ class World:
             for number, ahead_s in enumerate(history.skews)
         ]  # fmt: skip
         self._config = config_of(history)
-        self._fresh = 6 if history.quota else 1  # a scope whose guaranteed blocks do not fill its quota
+        self._fresh = UNTOUCHED if history.quota else 1  # a scope whose guaranteed blocks do not fill its quota
         self._leapt = 0.0
         self._processes = OUTSIDE
         self._running: list[asyncio.Task[None]] = []
@@ -324,7 +324,7 @@ class World:
             # Else it may be full, for good, of blocks that are worth as much as those to come.
             await engines.copied(host)
             await self._within(host, host.cache.evict("g2"), CLOSE_S, "evict")
-            await engines.works(host, self._fresh)
+            await engines.works(host, UNTOUCHED)  # a clock that was ahead may have purged the others in what is to come
             await engines.idle(host)
 
     async def _recovers(self) -> None:
