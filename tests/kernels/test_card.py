@@ -33,7 +33,7 @@ from kvtier.kernels.cuda import CudaMover
 from kvtier.kernels.method import COUNTS, Method, Table
 from kvtier.kernels.mover import Flight
 from kvtier.kernels.pump import LIMITS, Pump
-from tests.support.cpu import uncollected
+from tests.support.cpu import slowness, uncollected
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_submitting_4_gib_of_loads_takes_the_models_thread_less_than_5_ms(
         began, cpu = card.clock, time.thread_time()
         pump.load(moves)
         spent = card.clock - began + time.thread_time() - cpu
-    assert spent <= 5e-3, "the driver's time, and Python's"
+    assert spent <= 5e-3 * slowness(), "the driver's time, and Python's"
     assert 0.2 < finish_pump(card, pump, 1) < 0.2 + 1.3 * GIB_4 * case.block_bytes / card.parameters["link_bytes_s"]
 
 
@@ -171,7 +171,7 @@ def test_a_pool_of_whole_blocks_submits_4_gib_in_less_than_5_ms_without_a_pump(
         assert card.clock - began <= 4e-3, "the driver's time"
         assert 0.2 < finish(card, engine) - began <= 0.2 + 1.2 * load_s
     assert card.blocked_s == 0
-    assert method is not None or min(spent) <= 8e-3
+    assert method is not None or min(spent) <= 8e-3 * slowness()
 
 
 @pytest.mark.parametrize("jobs", [1, 4])
@@ -236,7 +236,7 @@ def test_a_pump_launches_layers_while_the_model_launches_its_own(card: Card, met
         began, cpu = card.clock, time.thread_time()
         ticket = pump.load(moves)
         spent = card.clock - began + time.thread_time() - cpu
-    assert spent <= 5e-3, "the driver's time, and Python's"
+    assert spent <= 5e-3 * slowness(), "the driver's time, and Python's"
     launched: list[tuple[int, float]] = []  # layers that are launched, and when
     real = pump._launched
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,3 +17,16 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+ADD_S = 25e-9
+"""A step of `slowness`'s loop on the machine for which the tests' bounds of CPU time were chosen (CPython 3.11)."""
+
+
+def slowness() -> float:
+    """How many times as long as that machine this one takes now; at least 1. Bounds of CPU time are multiplied by it:
+    with a core's other half busy, or on an older processor, the same work takes three times as long."""
+    began, total, steps = time.thread_time(), 0, 100_000
+    for number in range(steps):
+        total += number
+    return max(1.0, (time.thread_time() - began) / steps / ADD_S)

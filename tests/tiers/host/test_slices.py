@@ -27,7 +27,8 @@ from kvtier.tiers.host.scope_marks import ScopeMarks
 from kvtier.tiers.host.slot import SlotState
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Miss
-from tests.support.cpu import uncollected
+from tests.support.cpu import slowness, uncollected
+from tests.support.waiting import until
 
 NS = sample_namespace(64)
 NOW = 1.8e9
@@ -154,7 +155,7 @@ def test_a_slice_takes_a_millisecond_of_cpu_time() -> None:
             break
         count += dropped
     assert count == 20_000 and not tier.index
-    assert longest < 5_000_000, "a slice, with a margin for a slow machine"
+    assert longest < 5_000_000 * slowness(), "a slice, with a margin for a slow machine"
     tier.check()
 
 
@@ -212,7 +213,7 @@ def test_a_guarantee_that_a_tier_below_takes_over_costs_no_search_per_block() ->
         began = time.thread_time()
         tier.release_retained(keys[::-1])
         spent = time.thread_time() - began
-    assert spent < 0.5, "1.7 s by a search"
+    assert spent < 0.5 * slowness(), "1.7 s by a search"
     tier.check()
     assert tier.policy.victim(None, lambda _: True) == keys[-1]
 
@@ -246,7 +247,8 @@ async def test_a_long_chain_takes_the_lock_many_times() -> None:
     assert put.accepted == 3000 and manager.prefix(keys) == 3000
     with manager.pin(keys) as lease:
         assert len(lease) == 3000 and manager.host.pinned == 3000
-    assert manager.host.pinned == 0 and 0 < lock.most <= SLICE_BLOCKS
+    await until(lambda: manager.host.pinned == 0)  # on the loop a release takes as many turns as its CPU time asks for
+    assert 0 < lock.most <= SLICE_BLOCKS
     manager.check()
     await manager.close()
 
@@ -302,4 +304,4 @@ def test_a_scan_for_a_scope_releases_the_lock() -> None:
         longest, began = max(longest, time.thread_time_ns() - began), time.thread_time_ns()
         found += part
     assert found == [5, 400_000, 999_999]
-    assert longest < 2_000_000, f"{longest / 1e6:.1f} ms"
+    assert longest < 2_000_000 * slowness(), f"{longest / 1e6:.1f} ms"
