@@ -45,8 +45,8 @@ def free_ports(count: int) -> list[int]:
 
 
 class S3Server(ABC):
-    """A server process with an S3 endpoint: `program`, which the PyPI package `wheel` brings. `folder` takes its data,
-    configuration and log."""
+    """A server process with an S3 endpoint: `program`, which the PyPI package `wheel` brings (empty: none does).
+    `folder` takes its data, configuration and log."""
 
     program = ""
     wheel = ""
@@ -61,7 +61,7 @@ class S3Server(ABC):
         """Path of the program: beside the interpreter, where its wheel put it, or on PATH. None if nowhere."""
         candidates = [Path(sys.executable).with_name(cls.program)]
         with contextlib.suppress(metadata.PackageNotFoundError):
-            files = metadata.files(cls.wheel) or []
+            files = (metadata.files(cls.wheel) if cls.wheel else None) or []
             candidates += [Path(str(file.locate())).resolve() for file in files if file.name == cls.program]
         return next((str(path) for path in candidates if path.is_file()), shutil.which(cls.program))
 
