@@ -1,6 +1,6 @@
 """Time to the first token in vLLM with kvtier, with vLLM's own offloading, and without either, request beside request.
 
-    python benchmarks/vllm_first_token.py --rounds 3 --save benchmarks/results
+    python benchmarks/vllm_first_token.py --rounds 5 --save benchmarks/results
 
 The contenders of `kvtier bench peers --engine vllm`, and an engine without any cache, answer the same slice of a trace.
 All of their engines run at once, each with a disk and host memory of its own, and get each request one after another,
@@ -38,7 +38,7 @@ PAUSE_S = 0.02
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--save", type=Path, required=True)
     given = parser.parse_args()
@@ -132,14 +132,12 @@ def figures_of(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the rounds."""
-    contenders = {
-        name: {
-            what: round(statistics.median(one["contenders"][name][what] for one in rounds), 3)
-            for what in rounds[0]["contenders"][name]
-        }
-        for name in CONTENDERS
-    }
+    """Medians over the rounds, and the extremes of each figure as its `spread`."""
+    contenders: dict[str, Any] = {}
+    for name in CONTENDERS:
+        of = {what: [one["contenders"][name][what] for one in rounds] for what in rounds[0]["contenders"][name]}
+        contenders[name] = {what: round(statistics.median(figures), 3) for what, figures in of.items()}
+        contenders[name]["spread"] = {what: [min(figures), max(figures)] for what, figures in of.items()}
     weighing = statistics.median(one["weighing_to_the_better"] for one in rounds)
     return {"contenders": contenders, "weighing_to_the_better": weighing}
 

@@ -34,6 +34,8 @@ class Beside:
     whose: str
     lower_is_better: bool
     why: str
+    ours_spread: str = ""
+    spread: str = ""
 
     @property
     def gain(self) -> float:
@@ -44,7 +46,7 @@ class Beside:
 
     def other(self) -> str:
         """Whose figure it is compared with, and that."""
-        return f"{self.whose} {_number(self.theirs)}"
+        return f"{self.whose} {_number(self.theirs)}{self.spread}"
 
 
 def page() -> str:
@@ -58,7 +60,8 @@ def page() -> str:
         fill(
             "kvtier beside other stores, on the same machine and the same data. Losses stand first. "
             "[Where the figures come from](#where-the-figures-come-from) has date, commit, machine and command of "
-            "each; [proof.md](proof.md) says what kvtier promises.",
+            "each; [proof.md](proof.md) says what kvtier promises. Of figures with rounds it is the median, with the "
+            "least and the most in brackets.",
             WIDTH,
         ),
         "", "## Better elsewhere", "", *_losses(faults, told.get("why", {})), "",
@@ -77,13 +80,20 @@ def figures_of(figure: Mapping[str, Any], results: Mapping[str, Any]) -> Iterato
     text = figure["text"]
     if "of" in figure:
         text = text.format(of=_at(results, figure["of"]))
-    ours = _at(results, figure["ours"])[figure["value"]]
+    value, ours = figure["value"], _at(results, figure["ours"])
     for whose, place in figure["theirs"].items():
         theirs = _at(results, place)
-        if theirs is not None and figure["value"] in theirs:
-            value = theirs[figure["value"]]
-            lower = figure["better"] == "lower"
-            yield Beside(text, figure["file"], ours, value, whose, lower, figure.get("why", ""))
+        if theirs is not None and value in theirs:
+            yield Beside(
+                text, figure["file"], ours[value], theirs[value], whose, figure["better"] == "lower",
+                figure.get("why", ""), _spread(ours, value), _spread(theirs, value),
+            )  # fmt: skip
+
+
+def _spread(figures: Mapping[str, Any], value: str) -> str:
+    """The least and the most of a figure's rounds, in brackets; empty for one that no round differs in."""
+    least, most = figures.get("spread", {}).get(value) or (figures.get("min"), figures.get("max"))
+    return "" if least == most else f" ({_number(least)} to {_number(most)})"
 
 
 def _at(results: Any, place: str) -> Any:
@@ -115,7 +125,15 @@ def _table(rows: Sequence[Beside], *, reasons: bool = False) -> list[str]:
     for text in dict.fromkeys(row.text for row in rows):
         same = [row for row in rows if row.text == text]
         others = "; ".join(row.other() for row in same)
-        cells.append([text, _number(same[0].ours), others, f"`{same[0].file}`", *([same[0].why] if reasons else [])])
+        cells.append(
+            [
+                text,
+                _number(same[0].ours) + same[0].ours_spread,
+                others,
+                f"`{same[0].file}`",
+                *([same[0].why] if reasons else []),
+            ]
+        )
     return [f"| {' | '.join(line)} |" for line in cells]
 
 

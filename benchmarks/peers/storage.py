@@ -1,11 +1,12 @@
 """Bytes, files, syncs and CPU of kvtier's storage and of that of its peers, on the same blocks.
 
-    python benchmarks/peers/storage.py [--only kvtier,LMCache] [--work DIR] [--blocks 256] [--save benchmarks/results]
+    python benchmarks/peers/storage.py [--only kvtier,LMCache] [--work DIR] [--rounds 5] [--save benchmarks/results]
 
-Counts and CPU time alone, no wall time, so that a busy machine does little harm. Each store runs as in faults.py. One
-process puts all blocks, BATCH at a time, and closes; another opens the store, reads one block and then all. CPU is that
-of all processes of the store, in user and kernel mode; what the kernel does later for a page cache is in none of
-them. Syncs are counted in a run of their own, under strace.
+Counts and CPU time alone, no wall time, so that a busy machine does little harm. Stores take turns, another one first
+in each round; a run that was broken off goes on with the rounds that its directory lacks. Each store runs as in
+faults.py. One process puts all blocks, BATCH at a time, and closes; another opens the store, reads one block and then
+all. CPU is that of all processes of the store, in user and kernel mode; what the kernel does later for a page cache is
+in none of them. Syncs are counted in a run of their own, under strace.
 
 kvtier syncs and verifies; of its peers none does either, so that it does more work than they do.
 """
@@ -13,6 +14,7 @@ kvtier syncs and verifies; of its peers none does either, so that it does more w
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -20,15 +22,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from contenders import CONTENDERS, Contender
 from faults import Ended, Row
 from serve import BLOCK
 
 from kvtier.bench.record import record, save
+
+T = TypeVar("T")
 
 BATCH = 16
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -74,6 +79,7 @@ def run(row: Row, blocks: int) -> dict[str, Any]:
         "put_cpu_ms_per_mib": 1e3 * put / mib,
         "get_cpu_ms_per_mib": 1e3 * get / mib,
         "first_get_cpu_ms": 1e3 * first,
+        "versions": row.notes["versions"],
     }
 
 
@@ -94,25 +100,40 @@ def _lines(log: Path) -> int:
     return len(re.findall(r"(?:sync|sync_file_range)\(", log.read_text()))
 
 
-def figures(contender: Contender, python: Path, work: Path, blocks: int, rounds: int) -> dict[str, Any]:
-    """Medians over rounds."""
-    many = []
-    for _ in range(rounds):
-        row = Row(contender, python, Path(tempfile.mkdtemp(prefix="storage-", dir=work)))
-        try:
-            many.append(run(row, blocks))
-        finally:
-            row.kill()
-            shutil.rmtree(row.folder, ignore_errors=True)
-    out: dict[str, Any] = {name: statistics.median(one[name] for one in many) for name in many[0]}
-    if shutil.which("strace"):
-        row = Row(contender, python, Path(tempfile.mkdtemp(prefix="storage-", dir=work)))
-        try:
-            out["syncs_per_batch"] = syncs(row, blocks) / (blocks / BATCH)
-        finally:
-            row.kill()
-            shutil.rmtree(row.folder, ignore_errors=True)
-    return {**out, "versions": row.notes["versions"]}
+def measured(contender: Contender, python: Path, work: Path, what: Callable[[Row, int], T], blocks: int) -> T:
+    """`what` of a store over a folder of its own, which is removed."""
+    row = Row(contender, python, Path(tempfile.mkdtemp(prefix="storage-", dir=work)))
+    try:
+        return what(row, blocks)
+    finally:
+        row.kill()
+        shutil.rmtree(row.folder, ignore_errors=True)
+
+
+def summed_up(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over rounds, the extremes of each figure as its `spread`, and the versions. What was not run says why."""
+    if failed := [one for one in rounds if "not_run" in one]:
+        return failed[-1]
+    names = [name for name in rounds[0] if name != "versions"]
+    of = {name: [one[name] for one in rounds] for name in names}
+    return {
+        **{name: statistics.median(figures) for name, figures in of.items()},
+        "spread": {name: [min(figures), max(figures)] for name, figures in of.items()},
+        "rounds": len(rounds),
+        "versions": rounds[-1]["versions"],
+    }
+
+
+def one_round(contender: Contender, work: Path, blocks: int) -> dict[str, Any]:
+    """A store's figures, and its syncs where strace is installed."""
+    try:
+        python = contender.python(work, print)
+        found = measured(contender, python, work, run, blocks)
+        if shutil.which("strace"):
+            found["syncs_per_batch"] = measured(contender, python, work, syncs, blocks) / (blocks / BATCH)
+        return found
+    except (Ended, AssertionError, subprocess.CalledProcessError) as failure:
+        return {"not_run": str(failure)[-300:]}
 
 
 def main() -> None:
@@ -120,22 +141,29 @@ def main() -> None:
     parser.add_argument("--only", default="", help="beginnings of stores' names, separated by commas; none: all")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "kvtier-peers", help="a directory")
     parser.add_argument("--blocks", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--anew", action="store_true", help="forget the rounds of an earlier run")
     parser.add_argument("--save", type=Path, help="a directory for peers_storage.json")
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {}
-    for contender in CONTENDERS:
-        if not contender.in_files or not any(contender.name.startswith(name) for name in given.only.split(",")):
-            continue
-        try:
-            python = contender.python(given.work, print)
-            found[contender.name] = figures(contender, python, given.work, given.blocks, given.rounds)
-        except (Ended, AssertionError, subprocess.CalledProcessError) as failure:
-            found[contender.name] = {"not_run": str(failure)[-300:]}
-        print(contender.name, found[contender.name], file=sys.stderr)
+    kept = given.work / f"storage-{given.blocks}.json"
+    found: dict[str, list[dict[str, Any]]] = json.loads(kept.read_text()) if kept.exists() and not given.anew else {}
+    chosen = [
+        each
+        for each in CONTENDERS
+        if each.in_files and any(each.name.startswith(name) for name in given.only.split(","))
+    ]
+    for number in range(given.rounds):
+        first = number % len(chosen)
+        for contender in chosen[first:] + chosen[:first]:
+            rounds = found.setdefault(contender.name, [])
+            if len(rounds) <= number:
+                rounds.append(one_round(contender, given.work, given.blocks))
+                kept.write_text(json.dumps(found, indent=1))
+                print(number + 1, contender.name, rounds[-1], file=sys.stderr)
+    stores = {each.name: summed_up(found[each.name]) for each in chosen}
     entry = record(
-        "peers_storage", ["python", *sys.argv], {"blocks": given.blocks, "block_bytes": BLOCK, "stores": found}
+        "peers_storage", ["python", *sys.argv], {"blocks": given.blocks, "block_bytes": BLOCK, "stores": stores}
     )
     if given.save:
         save(entry, given.save)

@@ -72,3 +72,11 @@ def test_undamaged_every_store_that_ran_gives_the_right_bytes(comparison: Module
         name: rows["control"]["outcome"] for name, rows in comparison._results("peers_faults")["stores"].items()
     }
     assert set(controls.values()) <= {"right", "not run"} and controls["kvtier G3"] == "right"
+
+
+def test_figures_of_several_rounds_have_their_extremes(comparison: ModuleType) -> None:
+    text = "CPU per MiB got"
+    _change(comparison, "peers_storage", "stores", "kvtier G3", "get_cpu_ms_per_mib", to=20.0)
+    _change(comparison, "peers_storage", "stores", "kvtier G3", "spread", to={"get_cpu_ms_per_mib": [18.5, 31]})
+    (row,) = (line for line in comparison.page().splitlines() if text in line)
+    assert "| 20 (18.5 to 31) |" in row
