@@ -19,6 +19,7 @@ from kvtier.bench.peers import sglang_engine, vllm_engine
 from kvtier.bench.peers import vllm as peers
 from kvtier.bench.peers.contest import Contest, PeerFailed, Replay, differences
 from kvtier.bench.peers.prompts import BLOCK_TOKENS, PROMPT_BLOCKS_MAX, conversations, prompts_of, reusable, slice_of
+from kvtier.bench.peers.rounds import summed
 from kvtier.bench.retention.traces import load_trace
 from kvtier.errors import ConfigError, InvalidRequest
 
@@ -145,6 +146,64 @@ def test_the_command_writes_what_was_found(
     )
     bench_peers.peers(requests=40, again=20, json=True)
     assert json.loads(capsys.readouterr().out)["results"]["slice"]["requests"] == 40
+
+
+def test_rounds_turn_go_on_and_are_summed_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that was broken off keeps its whole rounds; another slice, commit or set of contenders begins anew."""
+    from kvtier.cli.bench import peers as bench_peers
+
+    orders, stopped = list[list[str]](), False
+
+    def compare(contest: Contest, names: Any) -> dict[str, Any]:
+        (contest.folder / "disk").mkdir()
+        orders.append(list(names))
+        figures = {
+            "prompt_tokens": 1000, "computed_prompt_tokens": 500, "computed_share": 0.5, "wrong_requests": 0,
+            "ttft_ms_median": 10.0 + len(orders), "ttft_s": [0.001] * len(contest.prompts),
+        }  # fmt: skip
+        stop = {"not_run": "interrupted"}
+        return {"without_any_cache": dict(figures), **{name: dict(stop if stopped else figures) for name in names}}
+
+    monkeypatch.setattr(bench_peers.vllm_peers, "compare", compare)
+    monkeypatch.setattr(bench_peers, "make_model", lambda folder: folder)
+    monkeypatch.setattr(bench_peers, "commit", lambda: "one")
+    monkeypatch.setattr("kvtier.bench.record.commit", lambda: "one")
+
+    def run(rounds: int, only: str = "kvtier,native,nothing") -> dict[str, Any]:
+        orders.clear()
+        bench_peers.peers(folder=tmp_path, requests=40, only=only, rounds=rounds)
+        return dict(json.loads((tmp_path / "peers_vllm.json").read_text())["results"])
+
+    run(2)
+    assert orders == [["kvtier", "native", "nothing"], ["native", "nothing", "kvtier"]]
+    stopped = True
+    assert len(run(3)["rounds"]) == 3 and len(orders) == 1
+    stopped = False
+    found = run(3)
+    assert orders == [["nothing", "kvtier", "native"]], "two were whole"
+    assert found["contenders"]["kvtier"]["ttft_ms_median"] == 11.0
+    assert found["contenders"]["kvtier"]["spread"] == {"ttft_ms_median": [11.0, 12.0]}
+    assert "11 (11 to 12)" in capsys.readouterr().out
+    run(3)
+    assert not orders, "nothing is left to do"
+    run(1, only="kvtier")
+    assert orders == [["kvtier"]]
+    monkeypatch.setattr(bench_peers, "commit", lambda: "another")
+    run(1, only="kvtier")
+    assert orders == [["kvtier"]]
+
+
+def test_figures_of_rounds_are_summed_up() -> None:
+    one = {"computed": 20, "ms": 3.0, "wrong_requests": 0, "resumed": None, "after_restart": {"ms": 1.0}}
+    two = {"computed": 20, "ms": 5.0, "wrong_requests": 2, "resumed": None, "after_restart": {"ms": 2.0}}
+    assert summed([one, two]) == {
+        "computed": 20, "ms": 4.0, "wrong_requests": 2, "resumed": None, "rounds": 2,
+        "after_restart": {"ms": 1.5, "spread": {"ms": [1.0, 2.0]}, "rounds": 2},
+        "spread": {"ms": [3.0, 5.0], "wrong_requests": [0, 2]},
+    }  # fmt: skip
+    assert summed([{"not_run": "why"}, one]) == summed([one]) and summed([{"not_run": "why"}]) == {"not_run": "why"}
 
 
 def test_sglangs_contenders_differ_only_in_what_lies_below_them(tmp_path: Path) -> None:

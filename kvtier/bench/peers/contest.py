@@ -173,6 +173,7 @@ def _figures(run: Replay, truth: Replay, start: int = 0) -> dict[str, Any]:
         "computed_share": run.computed / run.prompted,
         "ttft_ms_median": 1e3 * statistics.median(run.ttft_s),
         "ttft_ms_p90": 1e3 * sorted(run.ttft_s)[int(0.9 * (len(run.ttft_s) - 1))],
+        "ttft_ms_p99": 1e3 * sorted(run.ttft_s)[int(0.99 * (len(run.ttft_s) - 1))],
         "replay_s": run.seconds,
         "start_s": run.start_s,
         "wrong_requests": differing,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from json import loads
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +19,8 @@ from kvtier.bench.peers import sglang as sglang_peers
 from kvtier.bench.peers import vllm as vllm_peers
 from kvtier.bench.peers.contest import Contest
 from kvtier.bench.peers.prompts import PROMPT_BLOCKS_MAX, make_model, prompts_of, reusable, slice_of
+from kvtier.bench.peers.rounds import summed, turned
+from kvtier.bench.record import commit, record, save
 from kvtier.cli.output import Json, console, deliver, write_table
 from kvtier.errors import ConfigError
 
@@ -34,16 +38,17 @@ LMCache = Annotated[Path | None, typer.Option(help="A Python interpreter that ha
 SGLang = Annotated[Path | None, typer.Option(help="One that has SGLang; none: .venv-sglang here, or this one.")]
 Folder = Annotated[Path | None, typer.Option(help="Directory on the disk to use; none: the temporary one.")]
 Seed = Annotated[int, typer.Option(help="Random seed that selects conversations of --trace.")]
+Rounds = Annotated[int, typer.Option(min=1, help="How often; with --save those of an earlier run count.")]
 Save = Annotated[Path | None, typer.Option("--save", help="Directory to write peers_ENGINE.json to.")]
 
 
 def peers(
     engine: Engine = "vllm", trace: Trace = None, requests: Requests = 120, model: Model = None,
     gpu_blocks: GpuBlocks = 160, host_blocks: HostBlocks = 512, again: Again = 30, only: Only = "",
-    lmcache: LMCache = None, sglang: SGLang = None, path: Folder = None, seed: Seed = 0, folder: Save = None,
-    json: Json = False,
+    lmcache: LMCache = None, sglang: SGLang = None, path: Folder = None, seed: Seed = 0, rounds: Rounds = 1,
+    folder: Save = None, json: Json = False,
 ) -> None:  # fmt: skip
-    """Start an engine per contender, and once more after a restart: minutes."""
+    """Start an engine per contender, and once more after a restart: minutes for each round."""
     if engine not in ("vllm", "sglang"):
         raise ConfigError(f"--engine {engine}: vllm and sglang can be compared")
     usual = vllm_peers.NAMES if engine == "vllm" else sglang_peers.NAMES
@@ -52,24 +57,8 @@ def peers(
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"--only {unknown[0]}: no such contender; known: {', '.join(known)}")
     chains, load_before = slice_of(trace, requests, seed), os.getloadavg()
-    with tempfile.TemporaryDirectory(prefix="kvtier-peers-", dir=path) as temporary, _progress(json) as progress:
-        where = Path(temporary)
-        contest = Contest(
-            model=model if model is not None else make_model(where / "tiny-llama"),
-            prompts=prompts_of(chains),
-            gpu_blocks=gpu_blocks,
-            host_blocks=host_blocks,
-            folder=where,
-            again=min(again, len(chains)),
-            lmcache=lmcache,
-            progress=progress,
-        )
-        if engine == "vllm":
-            figures = vllm_peers.compare(contest, names)
-        else:
-            figures = sglang_peers.compare(contest, _python_with_sglang(sglang), names)
     reuse, blocks = reusable(chains), sum(min(len(chain), PROMPT_BLOCKS_MAX) for chain in chains)
-    results = {
+    settings = {
         "slice": {
             "requests": len(chains),
             "source": "packaged" if trace is None else trace.name,
@@ -79,11 +68,64 @@ def peers(
         },
         "gpu_blocks": gpu_blocks,
         "host_blocks": host_blocks,
-        "load_average_before": load_before,
-        "contenders": figures,
+        "again": min(again, len(chains)),
+        "model": "packaged" if model is None else model.name,
     }
-    _resumed(results, reuse)
-    deliver(f"peers_{engine}", results, _show, folder, as_json=json)
+    name = f"peers_{engine}"
+    found = _kept(folder, name, settings, names)
+    results = _summed_up(settings, found, load_before) if found else {}
+    with tempfile.TemporaryDirectory(prefix="kvtier-peers-", dir=path) as temporary, _progress(json) as progress:
+        where = Path(temporary)
+        checkpoint = model if model is not None else make_model(where / "tiny-llama")
+        for number in range(len(found), rounds):
+            contest = Contest(
+                model=checkpoint,
+                prompts=prompts_of(chains),
+                gpu_blocks=gpu_blocks,
+                host_blocks=host_blocks,
+                folder=where / f"round-{number}",
+                again=min(again, len(chains)),
+                lmcache=lmcache,
+                progress=progress,
+            )
+            contest.folder.mkdir()
+            if engine == "vllm":
+                figures = vllm_peers.compare(contest, turned(names, number))
+            else:
+                figures = sglang_peers.compare(contest, _python_with_sglang(sglang), turned(names, number))
+            shutil.rmtree(contest.folder)
+            _resumed(figures, reuse)
+            found.append(figures)
+            results = _summed_up(settings, found, load_before)
+            if folder is not None:
+                save(record(name, ["kvtier", *sys.argv[1:]], results), folder)
+            if any(one.get("not_run") == "interrupted" for one in figures.values()):
+                break
+    deliver(name, results, _show, folder, as_json=json)
+
+
+def _kept(folder: Path | None, name: str, settings: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Whole rounds that an earlier run of this commit with the same settings and contenders left; else none."""
+    path = folder / f"{name}.json" if folder is not None else None
+    if path is None or not path.exists():
+        return []
+    entry = loads(path.read_text())
+    earlier = entry["results"]
+    if entry["commit"] != commit() or any(earlier.get(what) != value for what, value in settings.items()):
+        return []
+    return [
+        one
+        for one in earlier.get("rounds", [])
+        if set(names) == set(one) - {"without_any_cache"}
+        and not any(figures.get("not_run") == "interrupted" for figures in one.values())
+    ]
+
+
+def _summed_up(
+    settings: Mapping[str, Any], found: Sequence[Mapping[str, Any]], load_before: Sequence[float]
+) -> dict[str, Any]:
+    contenders = {name: summed([one[name] for one in found]) for name in found[0]}
+    return {**settings, "load_average_before": load_before, "contenders": contenders, "rounds": found}
 
 
 def _python_with_sglang(given: Path | None) -> Path:
@@ -91,9 +133,9 @@ def _python_with_sglang(given: Path | None) -> Path:
     return given or (beside if beside.exists() else Path(sys.executable))
 
 
-def _resumed(results: dict[str, Any], reuse: list[int]) -> None:
+def _resumed(contenders: Mapping[str, Any], reuse: list[int]) -> None:
     """Add the median time to the first token of requests that resume a conversation, and drop the single times."""
-    for figures in results["contenders"].values():
+    for figures in contenders.values():
         for part in (figures, figures.get("after_restart", {})):
             times = part.pop("ttft_s", None)
             if times is not None:
@@ -126,7 +168,8 @@ def _show(results: dict[str, Any]) -> None:
         again = figures.get("after_restart")
         rows.append(
             [name, f"{figures['computed_prompt_tokens']:,}", f"{100 * figures['computed_share']:.1f} %",
-             f"{figures['ttft_ms_median']:.0f}", _ms(figures["ttft_ms_median_resumed"]),
+             _ms(figures["ttft_ms_median"], figures.get("spread", {}).get("ttft_ms_median")),
+             _ms(figures["ttft_ms_median_resumed"]),
              f"{100 * again['computed_share']:.1f} %" if again else "",
              figures["wrong_requests"] + (again["wrong_requests"] if again else 0)]
         )  # fmt: skip
@@ -134,12 +177,14 @@ def _show(results: dict[str, Any]) -> None:
         ["", "prompt tokens computed", "share", "TTFT ms", "resumed, ms", "share after restart", "wrong"],
         rows,
         title=f"{part['requests']} requests, {100 * part['reusable_share']:.0f} % of their blocks seen before; "
-        f"{results['gpu_blocks']} blocks of G1, {results['host_blocks']} of host memory",
+        f"{results['gpu_blocks']} blocks of G1, {results['host_blocks']} of host memory; "
+        f"{len(results['rounds'])} rounds",
     )
     for name, figures in results["contenders"].items():
         if "not_run" in figures:
             console().print(f"{name}: {figures['not_run']}")
 
 
-def _ms(value: float | None) -> str:
-    return "" if value is None else f"{value:.0f}"
+def _ms(value: float | None, spread: Sequence[float] | None = None) -> str:
+    text = "" if value is None else f"{value:.0f}"
+    return f"{text} ({spread[0]:.0f} to {spread[1]:.0f})" if spread else text
