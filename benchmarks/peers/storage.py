@@ -1,12 +1,13 @@
-"""Bytes, files, syncs and CPU of kvtier's storage and of that of its peers, on the same blocks.
+"""Bytes, files, syncs, CPU and time of kvtier's storage and of that of its peers, on the same blocks.
 
     python benchmarks/peers/storage.py [--only kvtier,LMCache] [--work DIR] [--rounds 5] [--save benchmarks/results]
 
-Counts and CPU time alone, no wall time, so that a busy machine does little harm. Stores take turns, another one first
-in each round; a run that was broken off goes on with the rounds that its directory lacks. Each store runs as in
-faults.py. One process puts all blocks, BATCH at a time, and closes; another opens the store, reads one block and then
-all. CPU is that of all processes of the store, in user and kernel mode; what the kernel does later for a page cache is
-in none of them. Syncs are counted in a run of their own, under strace.
+Counts, bytes, CPU and time on the same blocks. Stores take turns, another one first in each round; a run that was
+broken off goes on with the rounds that its directory lacks. Each store runs as in faults.py. One process puts all
+blocks, BATCH at a time, and closes; another opens the store, reads one block and then all, closes it, opens it
+again and reads one. CPU is that of all processes of the store, in user and kernel mode; what the kernel does later
+for a page cache is in none of them. The harness computes each payload and compares it, in all of them alike. Syncs
+are counted in a run of their own, under strace.
 
 kvtier syncs and verifies; of its peers none does either, so that it does more work than they do.
 """
@@ -22,7 +23,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,45 +42,76 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _SYNCS = "fsync,fdatasync,sync_file_range,syncfs,msync"
 
 
-def cpu_s(group: int) -> float:
-    """CPU seconds so far of the living processes of a group, and of their children that ended. Reads /proc."""
-    total = 0
+def _living(group: int) -> Iterator[tuple[Path, list[str]]]:
+    """Processes of a group, with the fields of `stat` from the state on. Reads /proc."""
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = entry.read_text().rpartition(")")[2].split()
         except OSError:
             continue
         if int(fields[2]) == group:
-            total += sum(int(field) for field in fields[11:15])
-    return total / _TICKS
+            yield entry.parent, fields
+
+
+def cpu_s(group: int) -> float:
+    """CPU seconds so far of the living processes of a group, and of their children that ended."""
+    return sum(int(field) for _, fields in _living(group) for field in fields[11:15]) / _TICKS
+
+
+def written_bytes(group: int) -> int:
+    """Bytes that the living processes of a group have had written to disks, or will: a dirty page counts at once."""
+    return sum(
+        int(line.split()[1])
+        for process, _ in _living(group)
+        for line in (process / "io").read_text().splitlines()
+        if line.startswith("write_bytes:")
+    )
 
 
 def run(row: Row, blocks: int) -> dict[str, Any]:
     """One round. Raises Ended."""
 
-    def spent(first: int, count: int, verb: str) -> float:
-        group = row.processes[row.contender.name].process.pid
-        before = cpu_s(group)
+    def group() -> int:
+        return row.processes[row.contender.name].process.pid
+
+    def spent(first: int, count: int, verb: str) -> tuple[float, float]:
+        """Seconds of CPU and of the clock."""
+        before, began = cpu_s(group()), time.perf_counter()
         answer = row.ask({"do": verb, "first": first, "count": count, "generation": 0}, 120.0)
         assert answer in ({"stored": count}, {"right": count, "miss": 0, "wrong": 0}), answer
-        return cpu_s(group) - before
+        return cpu_s(group()) - before, time.perf_counter() - began
+
+    def all_of(verb: str) -> tuple[float, float]:
+        parts = [spent(first, BATCH, verb) for first in range(0, blocks, BATCH)]
+        return sum(cpu for cpu, _ in parts), sum(clock for _, clock in parts)
 
     row.open()
     row.fill(first=10_000)  # what is loaded at the first put is none of the blocks' cost
-    put = sum(spent(first, BATCH, "put") for first in range(0, blocks, BATCH))
+    before = written_bytes(group())
+    put, put_s = all_of("put")
+    written = written_bytes(group()) - before
     row.close()
     row.kill()
     files = [path.stat() for path in (row.folder / "store").rglob("*") if path.is_file()]
     row.open()
-    first = spent(0, 1, "get")
-    get = sum(spent(start, BATCH, "get") for start in range(0, blocks, BATCH))
+    first, _ = spent(0, 1, "get")
+    get, get_s = all_of("get")
+    row.close()
+    began = time.perf_counter()
+    row.open()
+    spent(0, 1, "get")
+    restart_s = time.perf_counter() - began
     mib = blocks * BLOCK / 2**20
     return {
         "files": len(files),
         "allocated_bytes_per_block": sum(file.st_blocks * 512 for file in files) / (blocks + 8),
+        "written_bytes_per_byte": written / (blocks * BLOCK),
         "put_cpu_ms_per_mib": 1e3 * put / mib,
         "get_cpu_ms_per_mib": 1e3 * get / mib,
+        "put_ms_per_block": 1e3 * put_s / blocks,
+        "get_ms_per_block": 1e3 * get_s / blocks,
         "first_get_cpu_ms": 1e3 * first,
+        "open_to_hit_ms": 1e3 * restart_s,
         "versions": row.notes["versions"],
     }
 
