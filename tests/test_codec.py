@@ -155,6 +155,7 @@ def test_any_elements_come_back(seed: int, count: int, values: int) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_values_of_a_real_model_shrink_by_a_third(tmp_path: Path) -> None:
     """KVTIER_REAL_MODEL names the directory of a Hugging Face checkpoint in bfloat16."""
     if "KVTIER_REAL_MODEL" not in os.environ:
