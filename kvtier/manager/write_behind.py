@@ -253,13 +253,12 @@ class WriteBehind:
 
     async def _write(self, batches: Sequence[ChainBatch], parents: set[Write]) -> list[list[Stored]]:
         """The results of each batch. `parents` is waited for first."""
-        deadline = self._clock.monotonic() + self._limits.write_deadline_s
         if parents:
-            await asyncio.wait(parents, timeout=max(0.0, deadline - self._clock.monotonic()))
+            await asyncio.wait(parents, timeout=self._limits.write_deadline_s)
         known: list[bool] = []
         names: set[BlockKey | None] = set()
         for batch in batches:
-            known.append(batch.parent in names or await self._has_parent(batch, deadline))
+            known.append(batch.parent in names or await self._has_parent(batch))
             names.update(batch.keys)
         blocks = sum(len(batch) for batch, there in zip(batches, known, strict=True) if there)
         await self.rate.take(blocks * self.tier.block_bytes)
@@ -300,12 +299,15 @@ class WriteBehind:
         return results
 
     async def _offer(self, sealed: Sequence[Sealed]) -> list[Stored]:
-        return await self.tier.write(sealed, self._clock.monotonic() + self._limits.write_deadline_s)
+        return await self.tier.write(sealed, self._deadline())
 
-    async def _has_parent(self, batch: ChainBatch, deadline: Mono) -> bool:
+    async def _has_parent(self, batch: ChainBatch) -> bool:
         """Whether the tier has the block before the batch's first."""
         first = batch.depths[0]
-        return first == 0 or (await self.tier.lookup(batch.chain, [first - 1], deadline))[0] is None
+        return first == 0 or (await self.tier.lookup(batch.chain, [first - 1], self._deadline()))[0] is None
+
+    def _deadline(self) -> Mono:
+        return self._clock.monotonic() + self._limits.write_deadline_s
 
 
 async def to_the_end(work: Callable[[], T]) -> T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -19,8 +20,9 @@ from kvtier.testing import MemoryTier, VirtualClock, chain_of, payload_of, sampl
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.host.tier import HostTier
-from kvtier.tiers.protocol import Sealed, Stored, Tier
+from kvtier.tiers.protocol import Miss, Sealed, Stored, Tier
 from kvtier.times import Mono
+from tests.support.waiting import until
 
 BLOCK = 4096
 NS = sample_namespace(BLOCK)
@@ -170,6 +172,34 @@ async def test_a_batch_whose_parent_is_refused_in_the_same_write_is_refused() ->
         assert await queue.drained(clock.monotonic() + 10)
         assert (queue.refused["purged"], queue.refused["orphan"]) == (2, 1)
         assert [miss is None for miss in tier.peek(chain, range(4))] == [True, False, False, False]
+
+
+async def test_a_parent_that_is_waited_for_in_vain_costs_only_its_descendants() -> None:
+    """The others of the write are looked up with time of their own."""
+    clock = SystemClock()
+
+    class Asking(Held):
+        async def lookup(self, chain: Sequence[BlockKey], wanted: Sequence[int], deadline: Mono) -> list[Miss | None]:
+            await asyncio.sleep(0.01)
+            return await super().lookup(chain, wanted, deadline)
+
+    tier = Asking(clock)
+    stuck, other = chain_of(NS, 2, 1), chain_of(NS, 2, 2)
+    async with managed(64, [tier], clock) as manager:
+        queue = manager.demoter.queues["g3"]
+        tier.go.set()
+        assert store(manager, other[:1]) == []
+        assert await queue.drained(clock.monotonic() + 10)
+        tier.go.clear()
+        queue._limits = replace(queue._limits, write_deadline_s=0.5)
+        assert store(manager, stuck[:1]) == []
+        await until(lambda: stuck[:1] in tier.writes)
+        assert store(manager, stuck, 1) == [] == store(manager, other, 1)
+        await until(lambda: queue.refused["orphan"])
+        tier.go.set()
+        assert await queue.drained(clock.monotonic() + 10)
+        assert tier.peek(stuck, range(2)) == [None, Miss.ABSENT] and queue.refused["orphan"] == 1
+        assert tier.peek(other, range(2)) == [None, None]
 
 
 async def test_every_batch_of_a_write_is_answered_for_though_one_answer_is_an_error() -> None:
