@@ -35,6 +35,9 @@ T = TypeVar("T")
 Write = asyncio.Future[None]
 """The end of one that is under way."""
 
+BATCHES_MAX = 16
+"""Of one write: they are taken in one hold of the lock, and answered for in one turn of the loop, a millisecond each."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChainBatch:
@@ -237,7 +240,7 @@ class WriteBehind:
         taken: list[ChainBatch] = []
         names: set[BlockKey] = set()
         with self._lock:
-            while self._queue and left:
+            while self._queue and left and len(taken) < BATCHES_MAX:
                 batch, rest = self._queue[0].split(left)
                 if taken and (stride > 1 or batch.scope != taken[0].scope or not names.isdisjoint(batch.keys)):
                     break

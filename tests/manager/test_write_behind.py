@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 
@@ -22,6 +24,7 @@ from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.host.tier import HostTier
 from kvtier.tiers.protocol import Miss, Sealed, Stored, Tier
 from kvtier.times import Mono
+from tests.manager.support.steps import StepLock, TurnSteps
 from tests.support.waiting import until
 
 BLOCK = 4096
@@ -30,10 +33,11 @@ NS = sample_namespace(BLOCK)
 
 @asynccontextmanager
 async def managed(
-    slots: int, lower: Sequence[Tier], clock: Clock, *, write_rate: float = 0.0
+    slots: int, lower: Sequence[Tier], clock: Clock, *, write_rate: float = 0.0, lock: StepLock | None = None
 ) -> AsyncIterator[Manager]:
     host = HostTier(Arena(BLOCK, 1, slots * BLOCK), make_policy("lru", slots))
-    manager = Manager(host, lower, clock, ManagerLimits(queue_fraction=1.0, close_s=5.0, write_rate=write_rate))
+    limits = ManagerLimits(queue_fraction=1.0, close_s=5.0, write_rate=write_rate)
+    manager = Manager(host, lower, clock, limits, lock=cast("Any", lock))
     await manager.start()
     try:
         yield manager
@@ -128,8 +132,28 @@ async def test_what_waits_one_behind_the_other_is_one_write() -> None:
         tier.go.set()
         flushed = await manager.flush(clock.monotonic() + 10)
         assert (flushed.durable["g3"], flushed.dropped, flushed.pending) == (26, 0, 0)
-        assert len(tier.writes) <= 4 and [key for key in tier.writes[-1] if key in growing] == growing
+        assert len(tier.writes) <= 4 and [key for write in tier.writes for key in write if key in growing] == growing
         assert tier.peek(growing, range(10)) == [None] * 10
+
+
+async def test_no_hold_and_no_turn_grows_with_what_waits() -> None:
+    """While engines decode many batches of a block wait: each is looked at, and answered for."""
+
+    async def longest(prompts: int) -> Counter[str]:
+        clock, lock = SystemClock(), StepLock()
+        tier = Held(clock)
+        async with managed(512, [tier], clock, lock=lock) as manager:
+            for seed in range(prompts):
+                assert store(manager, chain_of(NS, 1, seed)) == []
+            lock.most.clear()
+            with TurnSteps() as turns:
+                tier.go.set()
+                assert await manager.demoter.queues["g3"].drained(clock.monotonic() + 30)
+            return turns.most | lock.most
+
+    few, many = await longest(64), await longest(256)
+    grown = {where: (few[where], steps) for where, steps in many.items() if steps > 1.5 * few[where] + 80}
+    assert not grown
 
 
 async def test_a_write_has_blocks_of_one_scope_and_none_twice() -> None:
