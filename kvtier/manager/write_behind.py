@@ -2,9 +2,9 @@
 
 A queue per tier. Blocks are accepted from the head of a chain on; those that do not fit, the newest and deepest, are
 refused with their descendants, so a tier never holds a tail without its head. Batches of one scope that wait one behind
-the other are one write, since a write costs a tier as much as many small blocks: while engines decode, most batches are
-of one block. An accepted block stays pinned in G2 until the tier has answered. All state is guarded by the hierarchy's
-lock; the workers run on the manager's event loop.
+the other are one write to G3, since a write costs it as much as many small blocks: while engines decode, most batches
+are of one block. An accepted block stays pinned in G2 until the tier has answered. All state is guarded by the
+hierarchy's lock; the workers run on the manager's event loop.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kvtier.clock import Clock
 from kvtier.identity.key_counts import KeyCounts
 from kvtier.identity.keys import BlockKey, Scope, scope_of_key
 from kvtier.manager.slices import SLICE_BLOCKS
+from kvtier.retention.terms import Depth
 from kvtier.supervisor import Service, Supervisor, soon
 from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.host.slot import Slot
@@ -36,7 +37,7 @@ Write = asyncio.Future[None]
 """The end of one that is under way."""
 
 BATCHES_MAX = 16
-"""Of one write: they are taken in one hold of the lock, and answered for in one turn of the loop, a millisecond each."""
+"""Of one write: they are taken in one hold of the lock, and answered for in one turn of the loop, of a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +156,6 @@ class WriteBehind:
         """Whether this block is accepted and not yet answered for. Under the lock."""
         return key in self._names
 
-    def _forget(self, batch: ChainBatch) -> None:
-        self._names.remove(batch.keys)
-
     def enqueue(self, batch: ChainBatch) -> int:
         """Accept the head of a batch, as far as there is space; returns how many blocks. Under the lock; never blocks.
 
@@ -232,17 +230,22 @@ class WriteBehind:
             self._idle.set()
 
     def _take(self) -> list[ChainBatch]:
-        """The batches of the next write; a tier of strides gets them one by one. No block is there twice, and they have
-        one scope, since a data key that is not to be had fails the whole write. The last is cut to a write's size."""
+        """The batches of the next write. No block is there twice, and they have one scope, since a data key that is not
+        to be had fails the whole write. The last is cut to a write's size.
+
+        A tier of objects gets them one by one: it saves nothing by a common write, and sends a write's objects side by
+        side, so that one might be stored though its parent is not.
+        """
         stride, block_bytes = self.tier.stride, self.tier.block_bytes
         most_bytes = min(self._limits.batch_bytes_max, self.rate.at_once)
         left = stride if stride > 1 else min(SLICE_BLOCKS, max(1, int(most_bytes // block_bytes)))
+        most = BATCHES_MAX if stride == 1 and self.tier.depth is Depth.G3 else 1
         taken: list[ChainBatch] = []
         names: set[BlockKey] = set()
         with self._lock:
-            while self._queue and left and len(taken) < BATCHES_MAX:
+            while self._queue and left and len(taken) < most:
                 batch, rest = self._queue[0].split(left)
-                if taken and (stride > 1 or batch.scope != taken[0].scope or not names.isdisjoint(batch.keys)):
+                if taken and (batch.scope != taken[0].scope or not names.isdisjoint(batch.keys)):
                     break
                 self._queue.popleft()
                 if rest:

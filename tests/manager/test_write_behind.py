@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from kvtier.clock import Clock, SystemClock
+from kvtier.errors import TierError
 from kvtier.identity.keys import BlockKey, scope_of, scope_of_key
 from kvtier.manager.hierarchy import ManagerLimits
 from kvtier.manager.manager import Manager
@@ -22,6 +24,9 @@ from kvtier.testing import MemoryTier, VirtualClock, chain_of, payload_of, sampl
 from kvtier.tiers.host.arena import Arena
 from kvtier.tiers.host.pins import Hold
 from kvtier.tiers.host.tier import HostTier
+from kvtier.tiers.objects.bucket.protocol import Stat
+from kvtier.tiers.objects.tier import ObjectTier
+from kvtier.tiers.objects.writer import ObjectWriter
 from kvtier.tiers.protocol import Miss, Sealed, Stored, Tier
 from kvtier.times import Mono
 from tests.manager.support.steps import StepLock, TurnSteps
@@ -178,6 +183,37 @@ async def test_a_write_has_blocks_of_one_scope_and_none_twice() -> None:
             assert len({scope_of_key(key) for key in write}) == 1 and len(set(write)) == len(write)
         assert sum(again[0] in write for write in tier.writes) == 3
         assert all(tier.peek(chain, range(2)) == [None] * 2 for chain in chains)
+
+
+async def test_no_object_is_stored_whose_parent_could_not_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects of one block: G4 sends those of a write side by side."""
+    clock = SystemClock()
+    tier = ObjectTier(f"file://{tmp_path}", NS, clock=clock, stride=1)
+    chain = chain_of(NS, 6)
+    send, go = ObjectWriter._send, asyncio.Event()
+
+    async def sent(writer: ObjectWriter, keys: Sequence[BlockKey], *rest: Any) -> Stat | None:
+        if keys[-1] == chain[1]:
+            raise TierError("g4", "write", "the server is out of order")
+        return await send(writer, keys, *rest)
+
+    monkeypatch.setattr(ObjectWriter, "_send", sent)
+    async with managed(64, [tier], clock) as manager:
+        queue = manager.demoter.queues["g4"]
+        write = queue.tier.write
+
+        async def held(blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
+            await go.wait()
+            return await write(blocks, deadline)
+
+        monkeypatch.setattr(queue.tier, "write", held)
+        for length in range(1, 7):
+            assert store(manager, chain[:length], length - 1) == []
+        await asyncio.sleep(0.05)
+        go.set()
+        assert await queue.drained(clock.monotonic() + 10)
+        assert [miss is None for miss in tier.peek(chain, range(6))] == [True] + [False] * 5
+        assert queue.refused["orphan"] == 4
 
 
 async def test_a_batch_whose_parent_is_refused_in_the_same_write_is_refused() -> None:
