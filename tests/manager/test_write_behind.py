@@ -262,6 +262,47 @@ async def test_a_parent_that_is_waited_for_in_vain_costs_only_its_descendants() 
         assert tier.peek(other, range(2)) == [None, None]
 
 
+async def test_short_strides_that_wait_are_a_write_each(tmp_path: Path) -> None:
+    """An object has the blocks of one chain."""
+    clock = SystemClock()
+    async with managed(64, [ObjectTier(f"file://{tmp_path}", NS, clock=clock, stride=4)], clock) as manager:
+        chains = [chain_of(NS, 2, seed) for seed in range(6)]
+        for chain in chains:
+            store(manager, chain)
+        flushed = await manager.flush(clock.monotonic() + 10)
+        assert (flushed.durable["g4"], flushed.pending) == (12, 0)
+
+
+async def test_each_batch_of_a_write_is_given_its_own_answers() -> None:
+    clock = SystemClock()
+
+    class Choosing(Held):
+        async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
+            await super().write(blocks, deadline)
+            return [Stored.BUDGET if block.key in refused else Stored.STORED for block in blocks]
+
+    tier, chains = Choosing(clock), [chain_of(NS, 2, seed) for seed in range(8)]
+    refused = {chains[4][1], chains[5][0], chains[5][1]}
+    answers: dict[BlockKey, Stored] = {}
+    async with managed(64, [tier], clock) as manager:
+        queue = manager.demoter.queues["g3"]
+        finished = queue._finished
+
+        def finish(batch: ChainBatch, results: list[Stored]) -> None:
+            answers.update(zip(batch.keys, results, strict=True))
+            finished(batch, results)
+
+        queue._finished = finish
+        for chain in chains:
+            assert store(manager, chain) == []
+        await asyncio.sleep(0.05)
+        tier.go.set()
+        assert await queue.drained(clock.monotonic() + 10)
+    keys = [key for chain in chains for key in chain]
+    assert answers == {key: Stored.BUDGET if key in refused else Stored.STORED for key in keys}
+    assert max(map(len, tier.writes)) > 2, "some had several batches"
+
+
 async def test_every_batch_of_a_write_is_answered_for_though_one_answer_is_an_error() -> None:
     clock = SystemClock()
     tier = Held(clock)
