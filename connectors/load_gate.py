@@ -26,8 +26,9 @@ from kvtier.connectors.line import Line
 _BUDGET = 0.015
 """Share of all time that looking at the other choice may cost."""
 _SAMPLES_MIN = 3
-"""Samples of prefill from which on it is known. The first hit is loaded; the next ones wait until prefill is known.
-Then so many hits are loaded, and while none of these has told what it cost, one of _LOOK_EVERY."""
+"""Samples of prefill from which on it is known. Until then every other hit is loaded, so that loads are known as soon
+and neither choice is paid for alone: after a restart, all hits are whole prompts. Then so many are loaded, and while
+none of these has told what it cost, one of _LOOK_EVERY."""
 _LOADS_MIN, _LOADS_FAR = 4, 2
 """Loads from which on they are judged, and the same where the cheapest is _FAR dearer than prefill. One alone judges
 nothing: it may have been an engine's first step, or a process that stood still."""
@@ -108,7 +109,7 @@ class LoadGate:
         self._hits += 1
         if len(self._prefill) < _SAMPLES_MIN:
             self._untold[way] += 1
-            return Verdict(way, blocks, self._untold[way] == 1)  # loads alone tell nothing
+            return Verdict(way, blocks, self._untold[way] % 2 == 1)  # loads alone tell nothing
         compute_s, load_s = self._prefill.between(0, blocks), loads.least(blocks)
         held_s = others * (self._stall_s(way, blocks) - self._steps.between(0, blocks))  # longer by the load
         if len(loads) < _LOADS_FAR or (len(loads) < _LOADS_MIN and loads.cheapest(blocks) + held_s < _FAR * compute_s):
@@ -155,6 +156,7 @@ class LoadGate:
             while self._unexplained:
                 way, loaded, rest, took_s = self._unexplained.popleft()
                 self._loads[way].add(loaded, took_s - self._prefill.at(rest))
+                self._untold[way] = 0
 
     def loaded(self, verdict: Verdict, computed: float, seconds: float) -> None:
         """A request loaded as decided and computed `computed` further blocks; seconds from its hit to its first token.

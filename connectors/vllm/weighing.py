@@ -127,7 +127,7 @@ class Weighing:
         verdict = self._verdicts.pop(name, None)
         found = sum(tier != "g2" for tier in state.promoted.tiers(local, loaded))
         waited_s, saved_s = -self._waits_since.pop(name, 0.0), self._gate.saves_s(_way_of(state), found)
-        if saved_s is None:
+        if saved_s is None or self._is_lesson(verdict):
             self._asks.forget(name)
         else:
             self._asks.answered(name, waited_s, saved_s)
@@ -138,6 +138,13 @@ class Weighing:
         if len(self._watched) < _WATCHED_MAX:
             self._watched[name] = _Watched(state, now, target, computed, loaded, verdict)
         return verdict.patience_s if verdict is not None and loaded and self._gives_up else math.inf
+
+    def _is_lesson(self, verdict: Verdict | None) -> bool:
+        """Whether a hit is computed though its load seems worth it, to learn what that costs: the wait for it was not
+        in vain."""
+        if self._gate is None or verdict is None or verdict.load:
+            return False
+        return bool(self._gate.saves_s(verdict.way, verdict.blocks))
 
     def ended(self, name: str) -> None:
         """The request is over; the step that gave it its first token may be this one."""

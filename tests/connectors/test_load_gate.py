@@ -190,13 +190,28 @@ def test_it_looks_at_the_other_choice_within_its_budget_only() -> None:
     assert 0 < looks <= 0.03 * spent
 
 
-def test_the_first_hit_is_loaded_and_the_next_ones_wait_until_prefill_is_known() -> None:
+def test_every_other_hit_is_loaded_until_prefill_is_known() -> None:
     gate = LoadGate()
-    assert gate.decide("async", 4).load
-    assert not gate.decide("async", 4).load, "what loads alone take tells nothing"
-    for _ in range(3):
-        gate.computed(10, 0.1)
-    assert gate.decide("async", 4).load
+    assert [gate.decide("async", 4).load for _ in range(4)] == [True, False, True, False], "loads alone tell nothing"
+
+
+def test_loads_that_are_explained_once_prefill_is_known_have_told_what_they_cost() -> None:
+    """Hits that taught prefill counted as loads that did not tell: the next ones were not loaded."""
+    gate = LoadGate()
+    verdicts = [gate.decide("async", 4) for _ in range(6)]
+    gate.loaded(verdicts[0], 0, 0.001)
+    for verdict in verdicts[1::2]:
+        gate.computed(4, 0.1, verdict)
+    assert [gate.decide("async", 4).load for _ in range(3)] == [True] * 3
+
+
+def test_after_a_restart_little_is_computed_to_learn() -> None:
+    """Twenty prompts of which lower tiers have all."""
+    replay = Replay(20, lambda dice: dice.choice([1, 1, 2, 4, 8, 12, 17, 26, 31, 44]), lambda dice: 0)
+    found = [ENGINES["cheap"].costs(replay, seed, LoadGate()) for seed in range(40)]
+    assert sum(one.gated / one.never for one in found) / 40 < 0.38, "0.45 where prefill was learned first"
+    dear = [ENGINES["far too dear"].costs(replay, seed, LoadGate()) for seed in range(40)]
+    assert sum(one.gated / one.never for one in dear) / 40 < 1.5
 
 
 def test_a_burst_of_hits_before_any_load_has_ended_is_not_loaded_whole() -> None:

