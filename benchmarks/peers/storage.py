@@ -19,7 +19,6 @@ import json
 import os
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from contenders import CONTENDERS, Contender
 from faults import Ended, Row
 from serve import BLOCK
 
+from kvtier.bench.peers.rounds import summed, turned
 from kvtier.bench.record import record, save
 
 T = TypeVar("T")
@@ -144,17 +144,9 @@ def measured(contender: Contender, python: Path, work: Path, what: Callable[[Row
 
 
 def summed_up(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over rounds, the extremes of each figure as its `spread`, and the versions. What was not run says why."""
-    if failed := [one for one in rounds if "not_run" in one]:
-        return failed[-1]
-    names = [name for name in rounds[0] if name != "versions"]
-    of = {name: [one[name] for one in rounds] for name in names}
-    return {
-        **{name: statistics.median(figures) for name, figures in of.items()},
-        "spread": {name: [min(figures), max(figures)] for name, figures in of.items()},
-        "rounds": len(rounds),
-        "versions": rounds[-1]["versions"],
-    }
+    """`summed`, with the releases of the last round."""
+    figures = [{name: value for name, value in one.items() if name != "versions"} for one in rounds]
+    return {**summed(figures), "versions": rounds[-1].get("versions")}
 
 
 def one_round(contender: Contender, work: Path, blocks: int) -> dict[str, Any]:
@@ -187,8 +179,7 @@ def main() -> None:
         if each.in_files and any(each.name.startswith(name) for name in given.only.split(","))
     ]
     for number in range(given.rounds):
-        first = number % len(chosen)
-        for contender in chosen[first:] + chosen[:first]:
+        for contender in turned(chosen, number):
             rounds = found.setdefault(contender.name, [])
             if len(rounds) <= number:
                 rounds.append(one_round(contender, given.work, given.blocks))

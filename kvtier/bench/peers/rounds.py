@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 WORST = ("wrong_requests", "requests_that_differ_at_a_tie")
 """Figures of which the most counts, not the median."""
 
 
-def turned(names: Sequence[str], number: int) -> list[str]:
+def turned(names: Sequence[T], number: int) -> list[T]:
     """The contenders in the order of a round: each stands first in its turn. Pure."""
     first = number % len(names)
     return [*names[first:], *names[:first]]
@@ -36,10 +38,11 @@ def summed(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         figures = [one[name] for one in whole if one[name] is not None]
         if not figures:
             out[name] = None
-        elif name in WORST:
+            continue
+        if name in WORST:
             out[name] = max(figures)
         else:
             out[name] = statistics.median_low(figures) if isinstance(first, int) else statistics.median(figures)
-        if figures and min(figures) != max(figures):
+        if min(figures) != max(figures):
             spread[name] = [min(figures), max(figures)]
     return {**out, "spread": spread, "rounds": len(whole)}
