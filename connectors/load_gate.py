@@ -21,7 +21,7 @@ import math
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, replace
 
-from kvtier.connectors.line import Line
+from kvtier.cost_line import CostLine
 
 _BUDGET = 0.015
 """Share of all time that looking at the other choice may cost."""
@@ -77,11 +77,11 @@ class LoadGate:
 
     def __init__(self, budget: float = _BUDGET) -> None:
         self._budget = budget
-        self._prefill = Line()  # blocks computed until the first token of a request without a load
-        self._steps = Line()  # blocks computed in a step without copies
-        self._loads: defaultdict[str, Line] = defaultdict(Line)
+        self._prefill = CostLine()  # blocks computed until the first token of a request without a load
+        self._steps = CostLine()  # blocks computed in a step without copies
+        self._loads: defaultdict[str, CostLine] = defaultdict(CostLine)
         self._untold: Counter[str] = Counter()  # decisions since a load told what it cost, while few have
-        self._stalls: defaultdict[str, Line] = defaultdict(Line)  # by what steps with arriving blocks are longer
+        self._stalls: defaultdict[str, CostLine] = defaultdict(CostLine)  # what arriving blocks add to steps
         self._unexplained: deque[tuple[str, float, float, float]] = deque(maxlen=_SAMPLES_MIN)  # see `loaded`
         self._credit_s = 0.0
         self._price_s = 0.0  # of the dearest look lately

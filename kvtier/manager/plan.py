@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from kvtier.cost_line import Bound
 from kvtier.tiers.protocol import Miss
 
 Where = str | Miss
@@ -16,10 +17,11 @@ Where = str | Miss
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Estimates for load-or-recompute, in seconds per block. A tier without an estimate is taken to pay off."""
+    """Estimates for load-or-recompute: seconds to compute a block, and what loading blocks costs, by tier. A tier
+    without an estimate is taken to pay off."""
 
     compute_s: float
-    load_s: Mapping[str, float]
+    loads: Mapping[str, Bound]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,8 @@ class Planning:
         if costs is None:
             return
         if place != self._resident:
-            self._busy_s[place] = self._busy_s.get(place, 0.0) + costs.load_s.get(place, 0.0)
+            load = costs.loads.get(place)
+            self._busy_s[place] = 0.0 if load is None else load.at(len(self._loads[place]))
         gain_s = (index + 1) * costs.compute_s - max(self._busy_s.values(), default=0.0)
         if gain_s > self._best_gain_s:
             self._best, self._best_gain_s = index + 1, gain_s

@@ -77,11 +77,11 @@ class Promoter:
         self._compute_s_per_block = sample if old is None else old + _SMOOTHING * (sample - old)
 
     def costs(self) -> Costs | None:
-        """Seconds per block, to compute and to load from each tier that was read lately; None: nothing was computed."""
+        """What blocks cost to compute, and to load from each tier that was read lately; None: nothing was computed."""
         if self._compute_s_per_block is None:
             return None
         known = {name: tier.estimate() for name, tier in self._hierarchy.lower.items()}
-        return Costs(self._compute_s_per_block, {name: s for name, s in known.items() if s is not None})
+        return Costs(self._compute_s_per_block, {name: cost for name, cost in known.items() if cost is not None})
 
     # ── bringing up ─────────────────────────────────────────────────────────────────────────────────────────
 

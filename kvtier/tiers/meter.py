@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import cast
 
 from kvtier.clock import Clock
+from kvtier.cost_line import Bound
 from kvtier.events import Notify
 from kvtier.identity.keys import BlockKey, Scope, tenant_of
 from kvtier.spans import span
@@ -27,6 +28,7 @@ from kvtier.tiers.protocol import (
     Stored,
     Target,
 )
+from kvtier.tiers.read_cost import ReadCost
 from kvtier.tiers.residence import Residence
 from kvtier.times import Mono, Wall
 
@@ -70,9 +72,6 @@ class Metered(Wrapper):
     `retaining`, `pinning`, `notebook` and `describing` give the tier's verbs as its guard asks them: see `Guarded.ask`.
     """
 
-    ESTIMATE_S = 60.0
-    _SMOOTHING = 0.2
-
     inner: Guarded
 
     def __init__(self, inner: Guarded, clock: Clock) -> None:
@@ -91,8 +90,7 @@ class Metered(Wrapper):
         self.written_bytes = 0
         self.read_latency = Latency()
         self.write_latency = Latency()
-        self._read_s_per_block: float | None = None
-        self._read_at_s = 0.0
+        self.read_cost = ReadCost()
         self._residence: Residence | None = None
 
     @property
@@ -211,37 +209,34 @@ class Metered(Wrapper):
         if self.behind and any(self._owes(chain[target.index]) for target in targets):  # they were found before
             self.misses[Miss.PURGED] += len(targets)
             return [Miss.PURGED] * len(targets)
-        began = self._clock.monotonic()
+        began, loaded = self._clock.monotonic(), 0
         residence = self._residence
-        with (
-            span("kv.transfer", tier=self.name, direction="read", blocks=len(targets)) as told,
-            nullcontext(set[BlockKey]()) if residence is None else residence.verb() as removed,
-        ):
-            results = await self.inner.read(chain, targets, deadline)
-            misses = [result for result in results if isinstance(result, Miss)]
-            loaded = len(results) - len(misses)
-            told(verified=loaded, corrupt=misses.count(Miss.CORRUPT), bytes=loaded * self.block_bytes)
-            if residence is not None:
-                pairs = [(chain[target.index], result) for target, result in zip(targets, results, strict=True)]
-                residence.found([key for key, result in pairs if isinstance(result, Loaded)], removed)
-                residence.gone([key for key, result in pairs if isinstance(result, Miss) and result in _GONE])
-        took_s = self._clock.monotonic() - began
+        self.read_cost.began(began)
+        try:
+            with (
+                span("kv.transfer", tier=self.name, direction="read", blocks=len(targets)) as told,
+                nullcontext(set[BlockKey]()) if residence is None else residence.verb() as removed,
+            ):
+                results = await self.inner.read(chain, targets, deadline)
+                misses = [result for result in results if isinstance(result, Miss)]
+                loaded = len(results) - len(misses)
+                told(verified=loaded, corrupt=misses.count(Miss.CORRUPT), bytes=loaded * self.block_bytes)
+                if residence is not None:
+                    pairs = [(chain[target.index], result) for target, result in zip(targets, results, strict=True)]
+                    residence.found([key for key, result in pairs if isinstance(result, Loaded)], removed)
+                    residence.gone([key for key, result in pairs if isinstance(result, Miss) and result in _GONE])
+        finally:
+            ended = self._clock.monotonic()
+            self.read_cost.ended(loaded, ended)
         self.loaded += loaded
         self.read_bytes += loaded * self.block_bytes
         self.misses.update(misses)
-        self.read_latency.add(took_s)
-        if loaded:
-            sample, old = took_s / loaded, self._read_s_per_block
-            self._read_s_per_block = sample if old is None else old + self._SMOOTHING * (sample - old)
-            self._read_at_s = self._clock.monotonic()
+        self.read_latency.add(ended - began)
         return results
 
-    def estimate(self) -> float | None:
-        """Seconds per block, smoothed over recent reads; None when there were none for ESTIMATE_S, so that a tier found
-        too slow is tried again now and then: only a read can show that it has become faster."""
-        if self._clock.monotonic() - self._read_at_s > self.ESTIMATE_S:
-            self._read_s_per_block = None
-        return self._read_s_per_block
+    def estimate(self) -> Bound | None:
+        """The least seconds that reads cost lately; None while there were too few."""
+        return self.read_cost.estimate(self._clock.monotonic())
 
     async def write(self, blocks: Sequence[Sealed], deadline: Mono) -> list[Stored]:
         began = self._clock.monotonic()

@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import pytest
 
-from kvtier.connectors.line import Line
 from kvtier.connectors.load_gate import LoadGate, Verdict
 from tests.connectors.support.synthetic_engine import Cost, Engine, Replay
 
@@ -240,35 +239,6 @@ def test_loads_of_one_size_do_not_judge_another(fixed_s: float, per_block_s: flo
         gate.computed(blocks, 0.002 * blocks)
         gate.loaded(Verdict("async", seen, True), 0, fixed_s + per_block_s * seen)
     assert gate.decide("async", asked).load
-
-
-def test_a_line_is_found_and_forgotten_when_it_changes() -> None:
-    line, dice = Line(), random.Random(0)
-    for _ in range(100):
-        blocks = dice.randrange(1, 64)
-        line.add(blocks, 0.01 + 0.001 * blocks + dice.gauss(0.0, 0.0005))
-    assert line.at(10) == pytest.approx(0.02, rel=0.05) and line.between(10, 20) == pytest.approx(0.01, rel=0.1)
-    assert len(line) <= 132 and 0 < line.error() < 0.001
-    for _ in range(12):
-        blocks = dice.randrange(1, 64)
-        line.add(blocks, 0.2 + 0.001 * blocks)
-    assert line.at(10) == pytest.approx(0.21, rel=0.2)
-
-
-def test_an_outlier_among_the_first_samples_does_not_move_the_line() -> None:
-    """The first steps of an engine compile and fill caches."""
-    for outlier in range(6):
-        line = Line()
-        for number in range(6):
-            line.add(4 + number, 3.0 if number == outlier else 0.01 + 0.001 * number)
-        assert 0.003 < line.between(4, 10) < 0.013, outlier
-
-
-def test_a_rare_sample_is_noise_and_not_a_change() -> None:
-    line = Line()
-    for turn in range(200):
-        line.add(10, 0.5 if turn % 10 == 9 else 0.01)
-    assert 0.03 < line.at(10) < 0.09
 
 
 @pytest.mark.parametrize("number", [0, 5, 20, 600])

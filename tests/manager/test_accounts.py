@@ -158,15 +158,17 @@ def test_short_prompts_stay_in_ram() -> None:
         assert cache.flush().durable == {"g3": 8}, "its head goes down with it"
 
 
-def test_what_takes_longer_to_load_than_to_compute_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_longer_to_load_than_to_compute_is_computed() -> None:
     clock = VirtualClock()
     with opened(clock, [MemoryTier(NS, clock)]) as cache:
         put(cache, KEYS)
         cache.flush()
         cache.evict("g2")
         cache.computed(8 * T, 0.008)
-        monkeypatch.setattr(cache.manager.lower["g3"], "_read_s_per_block", 0.01)
-        monkeypatch.setattr(cache.manager.lower["g3"], "_read_at_s", clock.monotonic())
+        for seconds in (0.08, 0.16):
+            cache.manager.lower["g3"].read_cost.began(clock.monotonic())
+            clock.advance(seconds)
+            cache.manager.lower["g3"].read_cost.ended(int(100 * seconds), clock.monotonic())
         assert missed(cache, KEYS) == {"slower": 8 * T}
         clock.advance(61)
         assert missed(cache, KEYS) == {}, "a tier that was slow is tried again"

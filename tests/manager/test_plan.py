@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvtier.cost_line import Bound
 from kvtier.manager.plan import Costs, Where, make_plan
 from kvtier.tiers.protocol import Miss
 
@@ -30,15 +33,19 @@ def test_a_hit_is_the_longest_prefix_that_fits(where: list[Where], room: int) ->
         assert plan.hit == room
 
 
-@given(places, st.integers(1, 9), st.integers(0, 30), st.integers(0, 30))
-@example(where=["g3", "g4"], compute=2, g3=3, g4=3)  # both at once take no longer than one
-def test_what_is_slower_than_computing_is_not_loaded(where: list[Where], compute: int, g3: int, g4: int) -> None:
+bounds = st.builds(Bound, st.integers(-3, 60), st.integers(-1, 30), st.integers(0, 90) | st.just(math.inf))
+
+
+@given(places, st.integers(1, 9), bounds, bounds)
+@example(where=["g3", "g4"], compute=2, g3=Bound(0, 3), g4=Bound(0, 3))  # both at once take no longer than one
+@example(where=["g3"] * 9, compute=2, g3=Bound(10, 1), g4=Bound(0, 0))  # many are worth their wait, where few are not
+def test_what_is_slower_than_computing_is_not_loaded(where: list[Where], compute: int, g3: Bound, g4: Bound) -> None:
     plan = make_plan(where, len(where), costs=Costs(compute, {"g3": g3, "g4": g4}))
     free = make_plan(where, len(where))
 
-    def gain(hit: int) -> int:
-        slowest = max(where[:hit].count("g3") * g3, where[:hit].count("g4") * g4)
-        return hit * compute - slowest
+    def gain(hit: int) -> float:
+        counts = [(where[:hit].count("g3"), g3), (where[:hit].count("g4"), g4)]
+        return hit * compute - max((bound.at(count) for count, bound in counts if count), default=0)
 
     best = max(range(free.hit + 1), key=lambda hit: (gain(hit), -hit))
     assert plan.hit == best

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from kvtier.cost_line import Bound
 from tests.connectors.sglang.support.linker_bench import PAGE, keys_of
 
 
@@ -43,7 +44,7 @@ def test_what_prefill_costs_decides_what_is_loaded(bench: Any, monkeypatch: pyte
     cache = b.linker._pages.cache
     cache.flush()
     slow = cache.manager.lower["g3"]
-    monkeypatch.setattr(slow, "estimate", lambda: 1.0)
+    monkeypatch.setattr(slow, "estimate", lambda: Bound(0.0, 1.0))
     for seconds, hit in ((0.1, 0), (60.0, 6)):
         cache.evict("g2")
         now = time.monotonic()

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvtier.cost_line import Bound
+
 _CALLS = ("arrive", "match", "allocated", "plan", "completed", "finish")
 """What the engine's every request and step call in the scheduler half."""
 
@@ -328,4 +330,4 @@ class Faults:
         if seconds_per_block is None:
             self.cache.manager.promoter._compute_s_per_block = None
         else:
-            metered.estimate = lambda: seconds_per_block
+            metered.estimate = lambda: Bound(0.0, seconds_per_block)

@@ -73,6 +73,17 @@ class _Sums(NamedTuple):
         return math.sqrt(max(0.0, self.yy - fixed * self.y - slope * self.xy) / (self.n - 2))
 
 
+class Bound(NamedTuple):
+    """The least seconds that a number of blocks may cost: as a straight line has it, and never more than `most`."""
+
+    fixed: float
+    per_block: float
+    most: float = math.inf
+
+    def at(self, blocks: float) -> float:
+        return max(0.0, min(self.fixed + self.per_block * blocks, self.most))
+
+
 class _Course(NamedTuple):
     """A line that samples are set against, its noise (infinite where there were too few to tell it from), and the share
     of an estimate that comes to it."""
@@ -111,7 +122,7 @@ class _Course(NamedTuple):
         return min(missed) > _CHANGED or max(missed) < -_CHANGED
 
 
-class Line:
+class CostLine:
     """seconds ≈ fixed + per_block · blocks, by least squares over fading samples.
 
     When each of the latest samples misses the line on one side, and by more than its noise explains, all before them
@@ -167,18 +178,37 @@ class Line:
     def at(self, blocks: float) -> float:
         """The estimate for this size."""
         fixed, slope = self._all.fit()
-        usual, others = fixed + slope * blocks, self._rest - self._most
+        usual = fixed + slope * blocks
+        return max(0.0, usual + self._rest_of(usual))
+
+    def _rest_of(self, usual: float) -> float:
+        """What the rests of samples add to a usual estimate."""
+        others = self._rest - self._most
         rest = others + min(self._most, others + _ALONE * max(0.0, usual))
-        return max(0.0, usual + rest / (self._rest_count + _REST_FIRST))
+        return rest / (self._rest_count + _REST_FIRST)
 
     def least(self, blocks: float) -> float:
         """The least that this size may cost. Samples that are all of about one size do not tell how much of their time
         is fixed: then more blocks may cost no more, and fewer no more than their share."""
+        return self.at(blocks) if (middle := self._one_size()) is None else self._around(middle).at(blocks)
+
+    def bound(self) -> Bound:
+        """`least` of all sizes, with the rests of samples as they are at the usual size."""
+        if (middle := self._one_size()) is not None:
+            return self._around(middle)
+        fixed, slope = self._all.fit()
+        usual = fixed + slope * (self._all.x / self._all.n if self._all.n else 0.0)
+        return Bound(fixed + self._rest_of(usual), slope)
+
+    def _one_size(self) -> float | None:
+        """The size that all samples are about; None where they differ, or there are none."""
         n, x, xx, *_ = self._all
-        if not n or n * xx - x * x > (_ALIKE * x) ** 2:
-            return self.at(blocks)
-        middle = x / n
-        return self.at(middle) * min(1.0, blocks / middle) if middle > 0 else self.at(blocks)
+        alike = n > 0 and n * xx - x * x <= (_ALIKE * x) ** 2
+        return x / n if alike and x > 0 else None
+
+    def _around(self, middle: float) -> Bound:
+        seconds = self.at(middle)
+        return Bound(0.0, seconds / middle, seconds)
 
     def cheapest(self, blocks: float) -> float:
         """The least that any one of the latest samples tells: more blocks may cost no more, and fewer no more than
