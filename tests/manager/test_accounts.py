@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from kvtier.manager.accounts import LOSSES_MAX, OTHER, Accounts, Losses
 from kvtier.retention.terms import Terms
 from kvtier.testing import Fault, FaultyTier, MemoryTier, VirtualClock, chain_of, payloads_of
 from kvtier.testing.memory import MemoryStore
-from kvtier.tiers.protocol import Miss, Tier
+from kvtier.tiers.protocol import Loaded, Miss, Tier
 from tests.retention.support.requests import BLOCK, NS, opened, put
 
 T = NS.block_tokens
@@ -156,6 +157,28 @@ def test_short_prompts_stay_in_ram() -> None:
         assert not store.entries
         assert put(cache, KEYS) == 8
         assert cache.flush().durable == {"g3": 8}, "its head goes down with it"
+
+
+def test_a_wait_that_many_blocks_share_does_not_make_them_slower() -> None:
+    """As after a restart, when short prompts come first: reads of a young process take long, whatever their size."""
+    clock = VirtualClock()
+
+    class Far(MemoryTier):
+        async def read(self, *asked: Any) -> list[Loaded | Miss]:
+            clock.advance(0.01)
+            return await super().read(*asked)
+
+    with opened(clock, [Far(NS, clock)]) as cache:
+        put(cache, KEYS)
+        cache.flush()
+        cache.computed(8 * T, 0.024)
+        for _ in range(3):
+            cache.evict("g2")
+            missed(cache, KEYS[:1])
+        cache.evict("g2")
+        assert missed(cache, KEYS) == {}
+        cache.evict("g2")
+        assert missed(cache, KEYS[:1]) == {"slower": T}
 
 
 def test_what_takes_longer_to_load_than_to_compute_is_computed() -> None:
