@@ -18,6 +18,8 @@ from kvtier.connectors.fallback import or_fallback
 from kvtier.identity.hashing import HASH_BYTES
 from kvtier.identity.keys import BlockKey
 
+_PAUSE_S = 0.002
+
 
 def going_on(output: Any) -> tuple[Sequence[str], Sequence[Any], Sequence[int]]:
     """Requests of a SchedulerOutput that the workers know, as columns: names, blocks appended to the tables (None for
@@ -177,9 +179,11 @@ def end_step_at(request: Any, tokens: int) -> None:
         request.shared_prefix_boundary = tokens
 
 
-def steps_alone(vllm_config: Any) -> bool:
-    """Whether no other engine waits for this one's steps, as replicas with common experts do."""
-    return getattr(getattr(vllm_config, "parallel_config", None), "data_parallel_size", None) == 1
+def pause_s(vllm_config: Any) -> float:
+    """How long a step that does nothing else may wait for what a request waits for: a new request that comes meanwhile
+    is kept so long. 0 where other engines wait for this one's steps, as replicas with common experts do."""
+    alone = getattr(getattr(vllm_config, "parallel_config", None), "data_parallel_size", None) == 1
+    return _PAUSE_S if alone else 0.0
 
 
 def unwanted(request: Any) -> bool:

@@ -59,9 +59,6 @@ KVConnectorMetadata.register(StepMeta)
 KVConnectorWorkerMetadata.register(WorkerMeta)
 KVConnectorHandshakeMetadata.register(Handshake)
 
-_PAUSE_S = 0.002
-"""A new request may come while an engine without work waits for a promotion: it is kept no longer than this."""
-
 ARGUMENTS: Mapping[str, settings.Reader] = {
     "lookup_deadline": settings.seconds,
     "flush_timeout": settings.seconds,
@@ -145,7 +142,7 @@ class KVTierConnector(KVConnectorBase_V1, SupportsHMA):
             in_step_bytes=own.get("in_step_bytes", 16 << 20) if in_step else 0,
             shares_cores=not on_gpu,
             dropped_blocks=int(compat.drops_blocks(self._vllm_config)),
-            pause_s=_PAUSE_S if compat.steps_alone(self._vllm_config) else 0.0,
+            pause_s=compat.pause_s(self._vllm_config),
         )
 
     # ── scheduler ───────────────────────────────────────────────────────────────────────────────────────────

@@ -38,6 +38,8 @@ class KVTierOffloadingConnector(OffloadingConnector):
         self._tiers = [tier for tier in tiers if isinstance(tier, KVTierSecondaryTier)]
         self._epoch = 0
         self._guard: LoadGuard | None = None
+        self._pause_s = compat.pause_s(vllm_config)
+        self._launched = False  # a step that computes, and whose output is not here yet
         self._off = why_off(vllm_config, kv_cache_config)
         self._names_images = compat.names_images(vllm_config)
         if role == KVConnectorRole.WORKER:
@@ -74,12 +76,22 @@ class KVTierOffloadingConnector(OffloadingConnector):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         meta = super().build_connector_meta(scheduler_output)
         assert isinstance(meta, OffloadingConnectorMetadata)
+        self._pause(bool(scheduler_output.total_num_scheduled_tokens), bool(meta.load_jobs or meta.store_jobs))
         loads = {job.req_id for job in meta.load_jobs.values()}
         adapters = {name: found for name in loads for tier in self._tiers if (found := tier.adapter_of(name))}
         given = {one.name: getattr(meta, one.name) for one in fields(meta)}
         return OffloadingStep(**given, epoch=self._epoch, adapters=adapters)
 
+    def _pause(self, computes: bool, copies: bool) -> None:
+        """Wait a moment for a lookup where this step does nothing else, and no earlier one is under way: see
+        `SchedulerHalf`."""
+        self._launched |= computes
+        timeout_s = 0.0 if self._launched or copies else self._pause_s
+        for tier in self._tiers:
+            or_fallback(tier.pause, timeout_s, fallback=None)
+
     def update_connector_output(self, connector_output: Any) -> None:
+        self._launched = False
         answer = connector_output.kv_connector_worker_meta
         if isinstance(answer, OffloadingAnswer):
             if answer.epoch != self._epoch:  # first: what ends with this step is of the old weights

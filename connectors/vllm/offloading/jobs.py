@@ -20,12 +20,16 @@ class Jobs:
         self._row_bytes = row_bytes
         self._results: queue.SimpleQueue[JobResult] = queue.SimpleQueue()
         self._under_way: set[concurrent.futures.Future[None]] = set()
+        self._loading: set[concurrent.futures.Future[None]] = set()  # those among them into vLLM's rows
         self._loads = concurrent.futures.ThreadPoolExecutor(1, "kvtier-load")
         self._stores = concurrent.futures.ThreadPoolExecutor(1, "kvtier-store")
 
     def load(self, job: TransferJob, move: Callable[[], list[bytes]]) -> concurrent.futures.Future[None]:
         """Begin a job into vLLM's rows, behind the earlier ones."""
-        return self._start(self._loads, job, move)
+        future = self._start(self._loads, job, move)
+        self._loading.add(future)
+        future.add_done_callback(self._loading.discard)
+        return future
 
     def store(self, job: TransferJob, move: Callable[[], list[bytes]]) -> None:
         """Begin a job out of vLLM's rows, behind the earlier ones."""
@@ -59,6 +63,11 @@ class Jobs:
                 yield self._results.get_nowait()
             except queue.Empty:
                 return
+
+    def wait_for_load(self, timeout_s: float) -> None:
+        """Until a job into vLLM's rows has ended, at most so long; not at all where none is under way."""
+        if loading := list(self._loading):
+            concurrent.futures.wait(loading, timeout_s, concurrent.futures.FIRST_COMPLETED)
 
     def wait(self) -> None:
         """Until all that were begun have ended."""

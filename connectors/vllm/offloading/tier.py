@@ -39,6 +39,7 @@ from kvtier.connectors.counters import EVENTS, TOKENS_READ, Growth, tokens_by_ti
 from kvtier.connectors.fallback import falls_back_to, or_fallback
 from kvtier.connectors.feedback import Feedback
 from kvtier.connectors.identity import engine_keys, namespace_of_weights
+from kvtier.connectors.promoted import Promoted
 from kvtier.connectors.purges import Purges
 from kvtier.connectors.runs import runs_of
 from kvtier.connectors.settings import Reader, Settings, seconds
@@ -115,6 +116,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._feedback = Feedback(namespace.block_tokens, config.retention.hints)
         self._clock = SystemClock()
         self._requests: dict[str, TierRequest] = {}
+        self._awaited: Promoted | None = None  # that a request waits for, as it was told in this step
         self._purges = Purges()
         self._hurry = False  # the engine waits for the stores
         self.counters: Counter[tuple[str, str]] = Counter()  # (metric, label) → count
@@ -231,9 +233,19 @@ class KVTierSecondaryTier(SecondaryTierManager):
             return LookupResult.MISS
         # One answer for all blocks of a pass over the chain: vLLM would load what came during it, and miss the head.
         if search.lease is None and not (again and self._settled(cache, state, search)):
+            self._awaited = search.promoted
             return LookupResult.RETRY
         assert search.lease is not None
         return LookupResult.HIT if depth < search.start + len(search.lease) else LookupResult.MISS
+
+    def pause(self, timeout_s: float) -> None:
+        """Called after the lookups of a step: wait at most so long for a promotion that one of them waits for, or for
+        a copy into vLLM's rows."""
+        awaited, self._awaited = self._awaited, None
+        if awaited is not None:
+            awaited.wait(timeout_s)
+        else:
+            self._jobs.wait_for_load(timeout_s)
 
     def _depth(self, key: bytes, context: ReqContext) -> int:
         position = context.get_offload_key_position(key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -95,6 +96,34 @@ def test_blocks_that_arrive_while_vllm_asks_wait_for_its_next_pass(make: Callabl
     assert [stack.manager.lookup(key, context) for key in keys[3:]] == [LookupResult.RETRY] * 3
     assert [stack.manager.lookup(key, context) for key in keys] == [LookupResult.HIT_PENDING] * 6
     stack.step()
+    stack.settle()
+    assert [stack.manager.lookup(key, context) for key in keys] == [LookupResult.HIT] * 6
+    stack.manager.on_request_finished(context)
+
+
+def test_a_step_may_wait_for_the_promotion_and_for_the_copy(make: Callable[..., Stack]) -> None:
+    """An engine that steps on and on holds the interpreter's lock, which both need."""
+    stack, keys = make(), chain(1, 6)
+    stack.keep(keys)
+    stack.cache.flush(10)
+    stack.cache.evict("g2")
+    stack.forget()
+    context = stack.request(keys)
+    stack.tier.pause(60.0)
+    assert [stack.manager.lookup(key, context) for key in keys] == [LookupResult.RETRY] * 6
+    promoted = stack.tier._requests[context.req_id].search.promoted
+    stack.tier.pause(60.0)
+    assert promoted.done
+    assert [stack.manager.lookup(key, context) for key in keys] == [LookupResult.HIT_PENDING] * 6
+    begins = threading.Event()
+    stack.tier._jobs._loads.submit(begins.wait)  # ahead of the copy
+    stack.step()
+    stack.tier.pause(0.001)
+    assert not stack.tier._jobs._results.qsize(), "no longer than it may"
+    begins.set()
+    stack.tier.pause(60.0)
+    assert stack.tier._jobs._results.qsize() == 1
+    stack.tier.pause(60.0)
     stack.settle()
     assert [stack.manager.lookup(key, context) for key in keys] == [LookupResult.HIT] * 6
     stack.manager.on_request_finished(context)
