@@ -2,8 +2,8 @@
 
 Asks have an account in seconds. A wait is drawn from it, whatever it came to; what was found pays in the prefill that
 it saves; and a share of the time that requests take is paid in. While it is overdrawn nothing is asked. So waits cost
-at most that share more than they save, and where they save more, everything is asked. What is saved up is bounded, so
-that good times do not pay for long bad ones.
+at most that share more than they save, but for what the first find is credited, and where they save more, everything is
+asked. What is saved up is bounded, so that good times do not pay for long bad ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _BUDGET = 0.015
 _AT_ONCE = 8
 """Asks that run at once while none has told how long one waits. So many waits may be saved up without any find."""
 _FINDS_SAVED = 3.0
-"""Times what a find saves that may be saved up."""
+"""Times what a find saves that may be saved up. As much is credited at the first find, once."""
 _RECENT = 0.2
 """Weight of the latest wait, and of the latest find."""
 _LOOK_EVERY = 32
@@ -55,8 +55,11 @@ class AskGate:
         self._open.discard(name)
         waited_s = min(max(0.0, waited_s), self._longest_s)
         self._wait_s = waited_s if self._wait_s is None else self._wait_s + _RECENT * (waited_s - self._wait_s)
-        if saved_s > 0:
-            self._find_s += (saved_s - self._find_s) * (_RECENT if self._find_s else 1.0)
+        if saved_s > 0 and not self._find_s:  # lower tiers have something: one wait in vain does not end asking
+            self._find_s = saved_s
+            self._pay(_FINDS_SAVED * saved_s)
+        elif saved_s > 0:
+            self._find_s += _RECENT * (saved_s - self._find_s)
         self._pay(saved_s - waited_s)
 
     def forget(self, name: str) -> None:

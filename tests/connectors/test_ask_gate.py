@@ -37,6 +37,17 @@ def test_what_finds_pay_for_is_asked() -> None:
     assert asked(AskGate(LONGEST_S), 400, wait_s=0.05, saved_s=0.1, every=20) <= 40
 
 
+def test_a_first_find_pays_for_a_few_waits_ahead() -> None:
+    """After a restart short prompts may come first, whose finds hardly repay their waits."""
+    gate = AskGate(LONGEST_S)
+    for number in range(3):
+        assert gate.decide("short", 0.006), number
+        gate.answered("short", 0.005, 0.0045)
+    assert gate.decide("long", 0.06)
+    gate.answered("long", 0.006, 0.06)
+    assert asked(gate, 1000, wait_s=0.05, request_s=0.001) <= 5, "once"
+
+
 def test_a_process_that_stood_still_does_not_end_asking() -> None:
     gate = AskGate(LONGEST_S)
     asked(gate, 20, wait_s=0.001)

@@ -60,7 +60,7 @@ def _arguments(contest: Contest, name: str, folder: Path) -> Iterator[dict[str, 
             "unified_cache_external_linker_config": {
                 "linker": "KVTierLinker",
                 "linker_module_path": "kvtier.connectors.sglang",
-                "linker_extra_config": {**_kvtier(host, disk), "recompute": "never"},
+                "linker_extra_config": _kvtier(host, disk),
             },
         }
     elif name == "hicache":
