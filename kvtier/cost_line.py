@@ -181,24 +181,45 @@ class CostLine:
         usual = fixed + slope * blocks
         return max(0.0, usual + self._rest_of(usual))
 
-    def _rest_of(self, usual: float) -> float:
-        """What the rests of samples add to a usual estimate."""
+    def _rest_of(self, usual: float, alone: float = _ALONE) -> float:
+        """What the rests of samples add to a usual estimate; that of one alone, at most so many times the estimate."""
         others = self._rest - self._most
-        rest = others + min(self._most, others + _ALONE * max(0.0, usual))
+        rest = others + min(self._most, others + alone * max(0.0, usual))
         return rest / (self._rest_count + _REST_FIRST)
 
     def least(self, blocks: float) -> float:
         """The least that this size may cost. Samples that are all of about one size do not tell how much of their time
-        is fixed: then more blocks may cost no more, and fewer no more than their share."""
-        return self.at(blocks) if (middle := self._one_size()) is None else self._around(middle).at(blocks)
+        is fixed: then more blocks may cost no more, and fewer no more than their share. And more never cost less,
+        whatever noise has the line say."""
+        if (middle := self._one_size()) is not None:
+            return self._around(middle).at(blocks)
+        fixed, slope = self._rising()
+        usual = fixed + slope * blocks
+        return max(0.0, usual + self._rest_of(usual))
 
     def bound(self) -> Bound:
-        """`least` of all sizes, with the rests of samples as they are at the usual size."""
+        """`least` of all sizes, with the rests of samples as they are at the usual size. That of one sample alone is
+        left out: who weighs by this looks at no other choice, so a process that stood still once, between reads that
+        go on, would speak against small ones for hundreds of samples."""
         if (middle := self._one_size()) is not None:
-            return self._around(middle)
+            return self._around(middle, alone=0.0)
+        fixed, slope = self._rising()
+        usual = fixed + slope * self._middle()
+        return Bound(fixed + self._rest_of(usual, alone=0.0), slope)
+
+    def _rising(self) -> Sample:
+        """Fixed seconds and seconds per block; of a line that falls, its middle."""
         fixed, slope = self._all.fit()
-        usual = fixed + slope * (self._all.x / self._all.n if self._all.n else 0.0)
-        return Bound(fixed + self._rest_of(usual), slope)
+        return (fixed, slope) if slope >= 0 else (fixed + slope * self._middle(), 0.0)
+
+    def _middle(self) -> float:
+        return self._all.x / self._all.n if self._all.n else 0.0
+
+    def cheapest_bound(self) -> Bound:
+        """No more than `cheapest` of any size."""
+        if not self._latest:
+            return Bound(0.0, 0.0)
+        return Bound(0.0, min(y / max(x, 1e-9) for x, y in self._latest), min(y for _, y in self._latest))
 
     def _one_size(self) -> float | None:
         """The size that all samples are about; None where they differ, or there are none."""
@@ -206,8 +227,10 @@ class CostLine:
         alike = n > 0 and n * xx - x * x <= (_ALIKE * x) ** 2
         return x / n if alike and x > 0 else None
 
-    def _around(self, middle: float) -> Bound:
-        seconds = self.at(middle)
+    def _around(self, middle: float, alone: float = _ALONE) -> Bound:
+        fixed, slope = self._all.fit()
+        usual = fixed + slope * middle
+        seconds = max(0.0, usual + self._rest_of(usual, alone))
         return Bound(0.0, seconds / middle, seconds)
 
     def cheapest(self, blocks: float) -> float:

@@ -62,3 +62,11 @@ def test_samples_of_one_size_say_little_of_others() -> None:
 
 def test_a_line_without_samples_costs_nothing() -> None:
     assert CostLine().bound().at(10) == CostLine().least(10) == 0.0
+
+
+def test_more_blocks_never_cost_less() -> None:
+    """By two samples, of which the smaller took long by chance, long reads cost nothing."""
+    line = CostLine()
+    for blocks, seconds in ((8, 0.5), (64, 0.05)):
+        line.add(blocks, seconds)
+    assert 0.05 < line.bound().at(1000) < 0.5 and line.least(1000) == pytest.approx(line.least(1))

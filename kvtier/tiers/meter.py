@@ -211,7 +211,7 @@ class Metered(Wrapper):
             return [Miss.PURGED] * len(targets)
         began, loaded = self._clock.monotonic(), 0
         residence = self._residence
-        self.read_cost.began(began)
+        self.read_cost.began()
         try:
             with (
                 span("kv.transfer", tier=self.name, direction="read", blocks=len(targets)) as told,
@@ -227,7 +227,7 @@ class Metered(Wrapper):
                     residence.gone([key for key, result in pairs if isinstance(result, Miss) and result in _GONE])
         finally:
             ended = self._clock.monotonic()
-            self.read_cost.ended(loaded, ended)
+            self.read_cost.ended(loaded, began, ended)
         self.loaded += loaded
         self.read_bytes += loaded * self.block_bytes
         self.misses.update(misses)

@@ -175,8 +175,9 @@ def test_a_wait_that_many_blocks_share_does_not_make_them_slower() -> None:
         for _ in range(3):
             cache.evict("g2")
             missed(cache, KEYS[:1])
-        cache.evict("g2")
-        assert missed(cache, KEYS) == {}
+        for _ in range(2):
+            cache.evict("g2")
+            assert missed(cache, KEYS) == {}
         cache.evict("g2")
         assert missed(cache, KEYS[:1]) == {"slower": T}
 
@@ -189,9 +190,10 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed() -> None:
         cache.evict("g2")
         cache.computed(8 * T, 0.008)
         for seconds in (0.08, 0.16):
-            cache.manager.lower["g3"].read_cost.began(clock.monotonic())
+            began = clock.monotonic()
+            cache.manager.lower["g3"].read_cost.began()
             clock.advance(seconds)
-            cache.manager.lower["g3"].read_cost.ended(int(100 * seconds), clock.monotonic())
+            cache.manager.lower["g3"].read_cost.ended(int(100 * seconds), began, clock.monotonic())
         assert missed(cache, KEYS) == {"slower": 8 * T}
         clock.advance(61)
         assert missed(cache, KEYS) == {}, "a tier that was slow is tried again"
