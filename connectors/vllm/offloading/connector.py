@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import fields
 from typing import Any
 
@@ -39,7 +40,8 @@ class KVTierOffloadingConnector(OffloadingConnector):
         self._epoch = 0
         self._guard: LoadGuard | None = None
         self._pause_s = compat.pause_s(vllm_config)
-        self._launched = False  # a step that computes, and whose output is not here yet
+        self._steps = 0
+        self._computing = self._answered = 0  # the latest step that computes, and the latest that has run
         self._off = why_off(vllm_config, kv_cache_config)
         self._names_images = compat.names_images(vllm_config)
         if role == KVConnectorRole.WORKER:
@@ -80,20 +82,24 @@ class KVTierOffloadingConnector(OffloadingConnector):
         loads = {job.req_id for job in meta.load_jobs.values()}
         adapters = {name: found for name in loads for tier in self._tiers if (found := tier.adapter_of(name))}
         given = {one.name: getattr(meta, one.name) for one in fields(meta)}
-        return OffloadingStep(**given, epoch=self._epoch, adapters=adapters)
+        return OffloadingStep(**given, step=self._steps, epoch=self._epoch, adapters=adapters)
 
     def _pause(self, computes: bool, copies: bool) -> None:
-        """Wait a moment for a lookup where this step does nothing else, and no earlier one is under way: see
-        `SchedulerHalf`."""
-        self._launched |= computes
-        timeout_s = 0.0 if self._launched or copies else self._pause_s
+        """Begin a step. Wait a moment for a lookup where it does nothing else, and no earlier one is under way: see
+        `SchedulerHalf`. vLLM plans steps ahead: the output of one does not say that those after it have run."""
+        self._steps += 1
+        if computes:
+            self._computing = self._steps
+        timeout_s = 0.0 if copies or self._computing > self._answered else self._pause_s
+        left_s, began = timeout_s, time.monotonic()
         for tier in self._tiers:
-            or_fallback(tier.pause, timeout_s, fallback=None)
+            or_fallback(tier.pause, left_s, fallback=None)
+            left_s = max(0.0, timeout_s - (time.monotonic() - began))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        self._launched = False
         answer = connector_output.kv_connector_worker_meta
         if isinstance(answer, OffloadingAnswer):
+            self._answered = max(self._answered, answer.step)
             if answer.epoch != self._epoch:  # first: what ends with this step is of the old weights
                 self._begin_epoch(answer)
             for tier in self._tiers:

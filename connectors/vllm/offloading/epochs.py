@@ -1,7 +1,8 @@
 """What the workers compute with, known to the scheduler under vLLM's own offloading, which does not ask.
 
-Every step tells the workers the epoch of the weights and the adapters that its loads are of. A load of others is
-reported as failed, so its request computes; every answer names the epoch and the adapters that the worker has.
+Every step tells the workers the epoch of the weights and the adapters that its loads are of, and its number. A load of
+others is reported as failed, so its request computes; every answer names the epoch and the adapters that the worker
+has, and the step.
 """
 
 from __future__ import annotations
@@ -23,14 +24,19 @@ from kvtier.connectors.vllm.weights import AdapterClaims, WeightsWatch
 class OffloadingStep(OffloadingConnectorMetadata):
     """Scheduler → workers: vLLM's jobs of a step, the epoch that they are of, and adapters (id, name) by request."""
 
+    step: int = 0
     epoch: int = 0
     adapters: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
 @dataclass
 class OffloadingAnswer(OffloadingWorkerMetadata):
-    """Workers → scheduler: vLLM's answers, what the worker computes with, and requests whose loads were refused."""
+    """Workers → scheduler: vLLM's answers, what the worker computes with, and requests whose loads were refused.
 
+    `step`: this one and all before it have run.
+    """
+
+    step: int = 0
     epoch: int = 0
     weights: str = ""
     adapters: dict[int, str] = field(default_factory=dict)
@@ -43,6 +49,7 @@ class OffloadingAnswer(OffloadingWorkerMetadata):
         return OffloadingAnswer(
             both.completed_jobs,
             both.transfer_stats,
+            min(self.step, other.step),
             self.epoch if self.epoch == other.epoch else MIXED,
             self.weights if self.weights == other.weights else "",
             adapters_of_all(self.adapters, other.adapters),
@@ -66,9 +73,11 @@ class LoadGuard:
         self._loading: dict[str, _Loading] = {}  # by request; each has one load at a time
         self._bad: set[int] = set()
         self._refused: set[str] = set()
+        self._step = 0
 
     def start(self, step: OffloadingStep) -> None:
-        """The loads of a step begin."""
+        """A step begins, and its loads."""
+        self._step = step.step
         for job in step.load_jobs.values():
             blocks: Any = job.dst_spec
             places = tuple(int(block) for block in blocks.block_ids)
@@ -96,5 +105,11 @@ class LoadGuard:
         refused, self._refused = self._refused, set()
         watch = self._watch
         return OffloadingAnswer(
-            meta.completed_jobs, meta.transfer_stats, watch.epoch, watch.weights, dict(watch.adapters), refused
+            meta.completed_jobs,
+            meta.transfer_stats,
+            self._step,
+            watch.epoch,
+            watch.weights,
+            dict(watch.adapters),
+            refused,
         )

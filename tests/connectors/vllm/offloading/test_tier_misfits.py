@@ -288,7 +288,7 @@ def test_an_answer_of_a_worker_with_other_weights_is_refused() -> None:
             number: SimpleNamespace(req_id=name, dst_spec=SimpleNamespace(block_ids=np.array(blocks)))
             for number, (name, blocks) in enumerate(jobs.items())
         }
-        return SimpleNamespace(load_jobs=load, epoch=epoch, adapters=adapters)
+        return SimpleNamespace(load_jobs=load, step=3, epoch=epoch, adapters=adapters)
 
     guard.start(step(1, {"adapted": (7, "lora:old")}, right=(1, 2), adapted=(3,)))
     guard.start(step(0, {}, late=(4, 5)))
