@@ -8,11 +8,11 @@ their prefill, and by what they are longer while blocks arrive was the load's.
 The gate looks at the other choice now and then, within a budget: a share of all the time that it has seen requests
 take, and half of what earlier looks gained. So looks cost at most that share. Beside it, a load that is thought to cost
 more is looked at whenever hits have grown threefold: the share of a short replay pays for no look at all. Over n hits
-these are log₃ n, and what they cost is a debt that the budget pays before any look of its own. And a load is waited for
-only as long as it may save, so one that nobody could foresee costs no more than its blocks computed twice. On the
-engines that the tests make up (dear or cheap loads, drifting, noisy, with rare outliers), over replays of 2,000
-requests, it is never more than a twentieth worse than the better of always and never loading. Shorter replays leave
-less time to learn.
+these are log₃ n, and what they cost is a debt that the budget pays before any look of its own. A look that finds a load
+far cheaper than thought is followed by another at once. And a load is waited for only as long as it may save, so one
+that nobody could foresee costs no more than its blocks computed twice. On the engines that the tests make up (dear or
+cheap loads, drifting, noisy, with rare outliers), over replays of 2,000 requests, it is never more than a twentieth
+worse than the better of always and never loading. Shorter replays leave less time to learn.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ _FIRST_DEBT, _DEBT_GROWTH = 16, 3
 """A load that is thought to cost more is looked at without credit at so many hits, and whenever these have grown so
 many times since. About the schedule with the least regret over loads that get cheap at an unknown hit: looks at hits 3,
 16 and 64 of 120 (tests/connectors/test_load_gate.py)."""
+_SURPRISE = 0.5
+"""A look at a load that took no more than this share of what was thought is followed by another at once, without
+credit: loads may have become cheap, and it takes a few of them to tell."""
 _SURE = 3.0
 """Standard errors of both estimates together from which on a difference is beyond doubt."""
 
@@ -168,6 +171,9 @@ class LoadGate:
         load_s = seconds - self._prefill.at(computed)
         if verdict.look:
             self._pay(verdict, load_s)
+            thought_s = verdict.rival_s + verdict.price_s - verdict.others_s
+            if load_s < _SURPRISE * thought_s:
+                self._debt_at = min(self._debt_at, self._hits + 1)
         self._loads[verdict.way].add(verdict.blocks, load_s)
         self._untold[verdict.way] = 0
 
