@@ -57,9 +57,8 @@ def peers(
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"--only {unknown[0]}: no such contender; known: {', '.join(known)}")
     chains, load_before = slice_of(trace, requests, seed), os.getloadavg()
-    again = min(again, len(chains))
     reuse, blocks = reusable(chains), sum(min(len(chain), PROMPT_BLOCKS_MAX) for chain in chains)
-    settings = {
+    settings: dict[str, Any] = {
         "slice": {
             "requests": len(chains),
             "source": "packaged" if trace is None else trace.name,
@@ -69,7 +68,7 @@ def peers(
         },
         "gpu_blocks": gpu_blocks,
         "host_blocks": host_blocks,
-        "again": again,
+        "again": min(again, len(chains)),
         "model": "packaged" if model is None else model.name,
     }
     name = f"peers_{engine}"
@@ -85,7 +84,7 @@ def peers(
                 gpu_blocks=gpu_blocks,
                 host_blocks=host_blocks,
                 folder=where / f"round-{number}",
-                again=again,
+                again=settings["again"],
                 lmcache=lmcache,
                 progress=progress,
             )
