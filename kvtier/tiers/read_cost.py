@@ -12,6 +12,8 @@ _READS_MIN, _FIRST_READS = 2, 4
 again after each time without reads. So fewer than the latter judge it by the cheapest of them."""
 _SAMPLE_S = 1.0
 """Reads that follow one another for so long make a sample, and those that begin afterwards another."""
+_APART_MAX = 64
+"""So do as many that lie apart, beside one that hangs."""
 
 
 class ReadCost:
@@ -34,7 +36,7 @@ class ReadCost:
 
     def began(self) -> None:
         """A read begins; its `ended` is called whatever comes of it."""
-        if self._busy_s() >= _SAMPLE_S:
+        if self._busy_s() >= _SAMPLE_S or len(self._busy) >= _APART_MAX:
             self._sample()
         self._under_way += 1
 

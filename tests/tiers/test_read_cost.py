@@ -79,8 +79,9 @@ def test_reads_side_by_side_that_take_seconds_and_end_at_once_are_not_taken_apar
 def test_beside_a_read_that_never_ends_the_time_between_others_is_none_of_theirs() -> None:
     cost = ReadCost()
     cost.began()
-    told(*((20 * turn, 0.02, 16) for turn in range(1, 200)), cost=cost)
-    assert 0.01 < seconds(cost, 3981, [16])[0] < 0.05
+    told(*((20 * turn, 0.002, 16) for turn in range(1, 200)), cost=cost)
+    assert 0.001 < seconds(cost, 3981, [16])[0] < 0.005
+    assert len(cost._busy) <= 64, "what is remembered of them is bounded"
 
 
 def test_reads_that_overlap_in_part_count_each_moment_once() -> None:
