@@ -73,8 +73,10 @@ class Contender:
 
 
 _TORCH = ("torch==2.13.0", "numpy==2.3.5")
+_VLLM = (("--no-deps", "-r", "constraints.txt"), ("--no-deps", "-r", "requirements-vllm.txt"))
+_LMCACHE_ITSELF = ("--no-deps", "lmcache==0.5.6", "nixl==1.5.1", "nixl-cu12==1.5.1")
 _LMCACHE = (
-    *_TORCH, "aiofile", "aiofiles", "aiohttp", "awscrt", "blake3", "cachetools", "cryptography", "msgspec", "numba",
+    "aiofile", "aiofiles", "aiohttp", "awscrt", "blake3", "cachetools", "cryptography", "msgspec", "numba",
     "prometheus_client", "psutil", "py-cpuinfo", "pyyaml", "pyzmq", "requests", "sortedcontainers", "transformers",
 )  # fmt: skip
 
@@ -83,20 +85,16 @@ CONTENDERS: Sequence[Contender] = (
     Contender("kvtier G4", "kvtier", "G2 and a folder of objects as G4", arguments=("g4",)),
     Contender(
         "vLLM fs", "vllm", "vLLM's file system tier (FileSystemTierManager)",
-        installs=(("--no-deps", "-r", "constraints.txt"), ("--no-deps", "-r", "requirements-vllm.txt")),
+        installs=_VLLM,
     ),
     Contender(
         "LMCache", "lmcache", "LMCache's L2 adapter fs_native with O_DIRECT",
-        installs=(_LMCACHE, ("--no-deps", "lmcache==0.5.6", "nixl==1.5.1", "nixl-cu12==1.5.1")),
+        installs=((*_TORCH, *_LMCACHE), _LMCACHE_ITSELF),
     ),
     Contender(
         "SGLang file", "sglang", "SGLang's file storage below HiCache (HiCacheFile)",
         arguments=(str(ROOT / "kvtier" / "testing" / "sglang_cpu.py"),),
-        installs=(
-            ("--no-deps", "-r", "constraints.txt"),
-            ("--no-deps", "-r", "requirements-vllm.txt"),
-            ("--no-deps", "-r", "requirements-sglang.txt"),
-        ),
+        installs=(*_VLLM, ("--no-deps", "-r", "requirements-sglang.txt")),
     ),
     Contender(
         "Mooncake", "mooncake", "Mooncake Store: a master and one client that lends memory (needs libibverbs.so.1)",
@@ -110,3 +108,8 @@ CONTENDERS: Sequence[Contender] = (
     ),
 )  # fmt: skip
 """FlexKV publishes no wheel, and is not here."""
+
+ENGINE_WITH_LMCACHE = Contender(
+    "vLLM with LMCache", "vllm-lmcache", "of the contest of engines: vLLM's packages, and LMCache's beside them",
+    installs=(*_VLLM, ("-c", "constraints.txt", *_LMCACHE, "fastapi", "httpx", "uvicorn"), _LMCACHE_ITSELF),
+)  # fmt: skip
