@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from itertools import pairwise
 
@@ -61,7 +62,11 @@ def test_samples_of_one_size_say_little_of_others() -> None:
 
 
 def test_a_line_without_samples_costs_nothing() -> None:
-    assert CostLine().bound().at(10) == CostLine().least(10) == 0.0
+    line = CostLine()
+    assert line.bound().at(10) == line.least(10) == line.cheapest_bound().at(10) == 0.0
+    for blocks, seconds in ((4, math.inf), (math.nan, 0.1)):
+        line.add(blocks, seconds)
+    assert len(line) == 0, "what is no number is no sample"
 
 
 def test_more_blocks_never_cost_less() -> None:
