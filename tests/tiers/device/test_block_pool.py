@@ -12,6 +12,7 @@ from kvtier.retention.lifetime import Lifetime
 from kvtier.retention.terms import BUILTIN, Depth, Terms
 from kvtier.tiers.device.block_pool import BlockPool
 from kvtier.tiers.device.dirty import DirtyList
+from kvtier.times import Wall
 
 DAY = Lifetime.of(BUILTIN["24h"], 0.0)
 
@@ -305,3 +306,15 @@ def test_a_block_that_is_dirty_already_keeps_its_age() -> None:
     dirty.add(0, chain, 0, 2.0)
     found = dirty.get(chain[0])
     assert found is not None and found.since == 1.0 and len(dirty) == 1 and dirty.get(chain_of("b", 1)[0]) is None
+
+
+def test_blocks_of_a_time_that_was_given_up_leave() -> None:
+    """What a wrong clock made, or renewed, would outlive its terms."""
+    pool = BlockPool(4)
+    old, new = chain_of("old", 2), chain_of("new", 2)
+    fill(pool, old, life=Lifetime.of(BUILTIN["24h"], 100.0))
+    fill(pool, new, life=Lifetime.of(BUILTIN["24h"], 200.0))
+    assert pool.drop_made_after(Wall(150.0)) == 2
+    assert len(pool.match(old, 100.0)) == 2 and pool.match(new, 200.0) == []
+    pool.check()
+    assert pool.drop_made_after(Wall(99.0)) == 2 and pool.resident == 0

@@ -76,6 +76,23 @@ def test_a_late_copy_tells_of_the_very_places_when_it_has_ended(arena: Arena, mo
     assert not pool.recovered()
 
 
+def test_a_copy_that_the_device_does_not_take_arrives_nowhere(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = DevicePool(2, BLOCK)
+    pool.attach(arena)
+    slots = pool.allocate(2)
+
+    def refused(moves: Moves) -> int:
+        raise TierError("g1", "copy", "the device takes none")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool._engine, "store", refused)
+        assert pool.copy_out(slots, [(3, 7), (1, 9)], never) == [False, False]
+    assert pool.recovered(), "both sides are the caller's again"
+    assert pool.copy_out(slots, [(3, 7), (1, 9)], never) == [True, True]
+    assert pool.copy_out([], [], never) == []
+    pool.detach()
+
+
 def test_copies_without_an_arena_or_a_place_are_refused(arena: Arena) -> None:
     pool = DevicePool(2, BLOCK)
     slots = pool.allocate(2)
