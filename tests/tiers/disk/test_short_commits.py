@@ -29,6 +29,9 @@ from tests.support.cpu import slowness
 T = TypeVar("T")
 
 CPU_S_MAX = 0.02
+BESIDE_OTHERS = 2.0
+"""Times that the longest of thousands takes on cores that others use, beyond what `slowness` sees a moment later. What
+grew with the store took hundreds of milliseconds."""
 JOB = 64
 """Blocks of one job, as `WriteBatch` cuts them."""
 SEGMENTS, SLOTS = 8, 1 << 14
@@ -111,9 +114,8 @@ def publish(
 
 def bounded(store: ClassStore) -> None:
     """Since the last call no transaction was long."""
-    assert (
-        store.cpu_s_max <= CPU_S_MAX * slowness() and store.evictions_max <= 2 * EVICTIONS_PER_TXN + EXTRA_EVICTIONS_MAX
-    )
+    assert store.cpu_s_max <= CPU_S_MAX * BESIDE_OTHERS * slowness()
+    assert store.evictions_max <= 2 * EVICTIONS_PER_TXN + EXTRA_EVICTIONS_MAX
     store.cpu_s_max, store.evictions_max = 0.0, 0
 
 
