@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
 import socket
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -40,12 +41,15 @@ def _sglang_is_missing() -> None:
 
 
 def free_ports(count: int, together: int = 1) -> list[int]:
-    """Ports that are free now, each with the `together` - 1 above it."""
+    """Ports that are free now, each with the `together` - 1 above it. Below those that the system hands out: an engine
+    binds them seconds later, and other tests' connections took one meanwhile."""
     found: list[int] = []
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    start = lowest // 2 if lowest >= 4096 else 0
     while len(found) < count:
         with ExitStack() as probes:
             try:
-                first = 0
+                first = random.SystemRandom().randrange(start, lowest - together) if start else 0
                 for offset in range(together):
                     probe = probes.enter_context(socket.socket())
                     probe.bind(("127.0.0.1", first + offset if first else 0))
