@@ -177,11 +177,15 @@ class CostLine:
 
     def at(self, blocks: float) -> float:
         """The estimate for this size."""
-        fixed, slope = self._all.fit()
-        usual = fixed + slope * blocks
-        return max(0.0, usual + self._rest_of(usual))
+        return self._on(self._all.fit(), blocks)
 
-    def _rest_of(self, usual: float, alone: float = _ALONE) -> float:
+    def _on(self, line: Sample, blocks: float, alone: float = _ALONE) -> float:
+        """This size on a line, with what the rests of samples add."""
+        fixed, slope = line
+        usual = fixed + slope * blocks
+        return max(0.0, usual + self._rest_of(usual, alone))
+
+    def _rest_of(self, usual: float, alone: float) -> float:
         """What the rests of samples add to a usual estimate; that of one alone, at most so many times the estimate."""
         others = self._rest - self._most
         rest = others + min(self._most, others + alone * max(0.0, usual))
@@ -193,9 +197,7 @@ class CostLine:
         whatever noise has the line say."""
         if (middle := self._one_size()) is not None:
             return self._around(middle).at(blocks)
-        fixed, slope = self._rising()
-        usual = fixed + slope * blocks
-        return max(0.0, usual + self._rest_of(usual))
+        return self._on(self._rising(), blocks)
 
     def bound(self) -> Bound:
         """`least` of all sizes, with the rests of samples as they are at the usual size. That of one sample alone is
@@ -225,12 +227,10 @@ class CostLine:
         """The size that all samples are about; None where they differ, or there are none."""
         n, x, xx, *_ = self._all
         alike = n > 0 and n * xx - x * x <= (_ALIKE * x) ** 2
-        return x / n if alike and x > 0 else None
+        return self._middle() if alike and x > 0 else None
 
     def _around(self, middle: float, alone: float = _ALONE) -> Bound:
-        fixed, slope = self._all.fit()
-        usual = fixed + slope * middle
-        seconds = max(0.0, usual + self._rest_of(usual, alone))
+        seconds = self._on(self._all.fit(), middle, alone)
         return Bound(0.0, seconds / middle, seconds)
 
     def cheapest(self, blocks: float) -> float:
