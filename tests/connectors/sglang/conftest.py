@@ -5,16 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import random
 import socket
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvtier.testing.servers import free_ports
 from tests.connectors.sglang.support.engine_process import IMPORTED, EngineHost
 from tests.connectors.support.forked import Template
 
@@ -38,27 +37,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def _sglang_is_missing() -> None:
     pytest.fail("CI is set and sglang is not installed; run `make sglang`")
-
-
-def free_ports(count: int, together: int = 1) -> list[int]:
-    """Ports that are free now, each with the `together` - 1 above it. Below those that the system hands out: an engine
-    binds them seconds later, and other tests' connections took one meanwhile."""
-    found: list[int] = []
-    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    start = lowest // 2 if lowest >= 4096 else 0
-    while len(found) < count:
-        with ExitStack() as probes:
-            try:
-                first = random.SystemRandom().randrange(start, lowest - together) if start else 0
-                for offset in range(together):
-                    probe = probes.enter_context(socket.socket())
-                    probe.bind(("127.0.0.1", first + offset if first else 0))
-                    first = first or probe.getsockname()[1]
-            except OSError:
-                continue
-            if all(abs(first - other) >= together for other in found):
-                found.append(first)
-    return found
 
 
 @pytest.fixture(scope="session")

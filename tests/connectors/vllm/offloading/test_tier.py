@@ -85,11 +85,7 @@ def test_a_request_that_grows_stores_what_is_new_in_any_order(make: Callable[...
 def test_blocks_that_arrive_while_vllm_asks_wait_for_its_next_pass(make: Callable[..., Stack]) -> None:
     """Else it would load the tail, and the head of the same request would be asked for when it is spent."""
     stack, keys = make(), chain(1, 6)
-    stack.keep(keys)
-    stack.cache.flush(10)
-    stack.cache.evict("g2")
-    stack.forget()
-    context = stack.request(keys)
+    context = stack.sink(keys)
     assert [stack.manager.lookup(key, context) for key in keys[:3]] == [LookupResult.RETRY] * 3
     promotion = stack.tier._requests[context.req_id].search.promoted.future
     promotion.result(10)
@@ -104,11 +100,7 @@ def test_blocks_that_arrive_while_vllm_asks_wait_for_its_next_pass(make: Callabl
 def test_a_step_may_wait_for_the_promotion_and_for_the_copy(make: Callable[..., Stack]) -> None:
     """An engine that steps on and on holds the interpreter's lock, which both need."""
     stack, keys = make(), chain(1, 6)
-    stack.keep(keys)
-    stack.cache.flush(10)
-    stack.cache.evict("g2")
-    stack.forget()
-    context = stack.request(keys)
+    context = stack.sink(keys)
     stack.tier.pause(60.0)
     assert [stack.manager.lookup(key, context) for key in keys] == [LookupResult.RETRY] * 6
     promoted = stack.tier._requests[context.req_id].search.promoted

@@ -123,6 +123,14 @@ class Stack:
         self.manager.on_request_finished(context)
         self.settle()
 
+    def sink(self, keys: list[bytes]) -> ReqContext:
+        """These blocks lie on the disk alone, and a request for them has come."""
+        self.keep(keys)
+        self.cache.flush(10)
+        self.cache.evict("g2")
+        self.forget()
+        return self.request(keys)
+
     def found(self, keys: list[bytes], control: Any = None, timeout: float = 20.0) -> int:
         """A request asks for these blocks, as vLLM's scheduler does, and loads what is there; returns how many. Their
         bytes are compared."""
