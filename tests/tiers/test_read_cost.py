@@ -130,3 +130,24 @@ def test_what_is_told_is_finite_not_negative_and_grows_with_the_blocks(
     if (bound := cost.estimate(Mono(max((began + took for began, took, _ in reads), default=0.0)))) is not None:
         costs = [bound.at(blocks) for blocks in (1, 2, 16, 1000, 10**6)]
         assert costs == sorted(costs) and costs[0] >= 0 and costs[-1] < 1e9
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 30), st.sampled_from([0.0, 0.001, 0.5, 3.0]), st.sampled_from([0, 1, 64])), max_size=40
+    ),
+    st.integers(0, 2),
+)
+def test_every_block_counts_once_and_no_moment_twice(reads: list[tuple[float, float, int]], stuck: int) -> None:
+    cost = ReadCost()
+    samples: list[tuple[float, float]] = []
+    cost._line.add = lambda *sample: samples.append(sample)  # type: ignore[method-assign]
+    for _ in range(stuck):
+        cost.began()
+    told(*reads, cost=cost)
+    assert sum(blocks for blocks, _ in samples) + cost._blocks == sum(blocks for _, _, blocks in reads)
+    brought = sorted((began, began + took) for began, took, blocks in reads if blocks)
+    busy_s, until = 0.0, 0.0
+    for begin, end in brought:
+        busy_s, until = busy_s + max(0.0, end - max(begin, until)), max(until, end)
+    assert sum(took for _, took in samples) + cost._busy_s() <= busy_s + 1e-6
